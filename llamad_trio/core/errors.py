@@ -1,0 +1,143 @@
+"""Every error the library raises.  Decides nothing; knows only its fields.
+
+All derive from `LlamadError`, carry their fields as attributes, and pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+__all__ = [
+    "Busy",
+    "ContextOverflow",
+    "Disconnected",
+    "EngineClosed",
+    "InferenceError",
+    "LlamadError",
+    "ModelLoadError",
+    "ProtocolError",
+    "PromptTooLong",
+    "SessionFatal",
+    "UnsupportedFeature",
+]
+
+
+class LlamadError(Exception):
+    """Base of every error of this library."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception pickles `args`, which attrs leaves empty; rebuild from the fields instead.
+        fields = attrs.fields(type(self)) if attrs.has(type(self)) else ()
+        return (type(self), tuple(getattr(self, f.name) for f in fields))
+
+
+@attrs.define(auto_exc=True, str=False)
+class ModelLoadError(LlamadError):
+    """The model could not be loaded: missing, unreadable, not a GGUF, unsupported, out of memory."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"cannot load model {self.path!r}: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class Busy(LlamadError):
+    """The queue is full.  Retry later."""
+
+    queued: int
+    max_queue: int
+
+    def __str__(self) -> str:
+        return f"busy: {self.queued} requests are waiting, the limit is {self.max_queue}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class PromptTooLong(LlamadError):
+    """The templated prompt cannot fit, even alone in the pool.
+
+    `tokens` is the prompt's length; for a text that is refused before it is
+    tokenised, because no tokenisation of it could fit, it is a lower bound.
+    """
+
+    tokens: int
+    budget: int
+
+    def __str__(self) -> str:
+        return f"prompt too long: {self.tokens} tokens, at most {self.budget} fit"
+
+
+@attrs.define(auto_exc=True, str=False)
+class ContextOverflow(LlamadError):
+    """Growth beyond the KV pool, with the stage it happened in."""
+
+    stage: Literal["prefix", "suffix", "decode"]
+    resident_tokens: int
+    additional_tokens: int
+    n_ctx: int
+
+    def __str__(self) -> str:
+        return (
+            f"context overflow in {self.stage}: {self.resident_tokens} tokens resident, "
+            f"{self.additional_tokens} more do not fit in {self.n_ctx}"
+        )
+
+
+@attrs.define(auto_exc=True, str=False)
+class ProtocolError(LlamadError):
+    """A bad request: wrong type, unknown field, NUL byte, unknown role, refused grammar."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"invalid request: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class UnsupportedFeature(LlamadError):
+    """This model or this build cannot do it."""
+
+    feature: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.feature} is not supported: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class InferenceError(LlamadError):
+    """A runtime failure of this request only."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"inference: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class SessionFatal(LlamadError):
+    """The context's memory and the bookkeeping no longer agree: the engine stops."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"engine stopped: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class EngineClosed(LlamadError):
+    """The engine is used after its block ended, or it stopped while the request was under way."""
+
+    def __str__(self) -> str:
+        return "the engine is closed"
+
+
+@attrs.define(auto_exc=True, str=False)
+class Disconnected(LlamadError):
+    """The other side of a socket went away."""
+
+    def __str__(self) -> str:
+        return "the other side disconnected"
