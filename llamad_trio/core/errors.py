@@ -17,8 +17,8 @@ __all__ = [
     "InferenceError",
     "LlamadError",
     "ModelLoadError",
-    "ProtocolError",
     "PromptTooLong",
+    "ProtocolError",
     "SessionFatal",
     "UnsupportedFeature",
 ]
@@ -29,8 +29,8 @@ class LlamadError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception pickles `args`, which attrs leaves empty; rebuild from the fields instead.
-        fields = attrs.fields(type(self)) if attrs.has(type(self)) else ()
-        return (type(self), tuple(getattr(self, f.name) for f in fields))
+        fields = getattr(type(self), "__attrs_attrs__", ())
+        return (type(self), tuple(getattr(self, field.name) for field in fields))
 
 
 @attrs.define(auto_exc=True, str=False)

@@ -1,0 +1,1 @@
+"""The Trio tasks of an engine, and the lane that owns an OS thread."""

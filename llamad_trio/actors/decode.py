@@ -1,0 +1,150 @@
+"""The decode actor: plan a step, run it, apply it, deliver."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import trio
+
+from llamad_trio.actors.ticket import Ticket
+from llamad_trio.core.errors import EngineClosed, LlamadError
+from llamad_trio.core.plan import Prepared, StepPlan, StepResult
+from llamad_trio.core.runtime import LaneLike, Runtime
+from llamad_trio.core.scheduler import Event, Failed, Finished, Piece, Scheduler
+
+__all__ = ["DecodeActor"]
+
+
+class DecodeActor:
+    """Owns the scheduler and every live ticket of one engine.
+
+    Args:
+        runtime: the loaded model.
+        lane: where its steps run.
+        scheduler: the books.
+        inbox: prepared requests, in the order of their tickets.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        lane: LaneLike,
+        scheduler: Scheduler,
+        inbox: trio.MemoryReceiveChannel[Prepared],
+    ) -> None:
+        self.scheduler = scheduler
+        self.outcomes: Counter[str] = Counter()
+        self.closed: LlamadError | None = None
+        self._runtime = runtime
+        self._lane = lane
+        self._inbox = inbox
+        self._tickets: dict[int, Ticket] = {}
+        self._bell = trio.Event()
+
+    # -- from any task of the run: never blocks ---------------------------------------------
+
+    @property
+    def n_live(self) -> int:
+        """Requests that have no outcome yet."""
+        return len(self._tickets)
+
+    def register(self, ticket: Ticket) -> None:
+        """From now on the ticket gets its outcome here."""
+        self._tickets[ticket.id] = ticket
+
+    def is_live(self, ticket: Ticket) -> bool:
+        """Whether the ticket still waits for its outcome."""
+        return ticket.id in self._tickets
+
+    def ring(self) -> None:
+        """Something has changed: look again for work."""
+        self._bell.set()
+
+    def resume(self, ticket_id: int) -> None:
+        """A reader has caught up."""
+        self.scheduler.resume(ticket_id)
+        self.ring()
+
+    def reject(self, ticket: Ticket, error: LlamadError) -> None:
+        """The request cannot even start."""
+        if self._tickets.pop(ticket.id, None):
+            self.outcomes["failed"] += 1
+            ticket.fail(error)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Its caller has left: if it has no outcome yet, it is cancelled.
+
+        A step that is running only for cancelled requests is aborted.
+        """
+        if self._tickets.pop(ticket.id, None) is None:
+            return
+        self.outcomes["cancelled"] += 1
+        self.scheduler.cancel(ticket.id)
+        if self.scheduler.in_flight_is_unwanted:
+            self._runtime.request_abort()
+        self.ring()
+
+    # -- the actor --------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until cancelled, or until the engine is beyond repair (`SessionFatal`)."""
+        end: LlamadError = EngineClosed()
+        try:
+            while True:
+                self._bell = trio.Event()
+                self._take_arrivals()
+                plan = self.scheduler.plan()
+                if plan is None:
+                    await self._bell.wait()
+                    continue
+                result = await self._step(plan)
+                self._stamp(result)
+                self._deliver(self.scheduler.apply(result))
+        except LlamadError as error:
+            end = error
+            raise
+        finally:
+            self._close(end)
+
+    async def _step(self, plan: StepPlan) -> StepResult:
+        self._runtime.clear_abort()
+        step = partial(self._runtime.step, plan)
+        return await self._lane.run(step, abort=self._runtime.request_abort)
+
+    def _take_arrivals(self) -> None:
+        while True:
+            try:
+                prepared = self._inbox.receive_nowait()
+            except (trio.WouldBlock, trio.EndOfChannel):
+                return
+            if prepared.id in self._tickets:
+                self.scheduler.submit(prepared)
+
+    def _stamp(self, result: StepResult) -> None:
+        for ticket_id in result.sampled:
+            if ticket := self._tickets.get(ticket_id):
+                ticket.token_sampled()
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Piece(id=ticket_id, text=text):
+                    if not self._tickets[ticket_id].put(text):
+                        self.scheduler.pause(ticket_id)
+                case Finished(id=ticket_id):
+                    self.outcomes["completed"] += 1
+                    self._tickets.pop(ticket_id).finish(event)
+                case Failed(id=ticket_id, error=error):
+                    self.outcomes["failed"] += 1
+                    self._tickets.pop(ticket_id).fail(error)
+
+    def _close(self, error: LlamadError) -> None:
+        """Every request still without an outcome gets this one."""
+        self.closed = error
+        self._inbox.close()
+        self.scheduler.fail_all(error)
+        for ticket in self._tickets.values():
+            self.outcomes["failed"] += 1
+            ticket.fail(error)
+        self._tickets.clear()

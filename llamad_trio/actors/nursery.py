@@ -1,0 +1,37 @@
+"""A nursery whose errors come out as themselves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+__all__ = ["open_plain_nursery"]
+
+
+@asynccontextmanager
+async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery for background tasks that end with the block.
+
+    Leaving the block cancels the tasks and waits for them.  An exception of the block
+    comes out as itself, never in an `ExceptionGroup`; so does the exception of a task
+    that crashed, which cancels the block.
+    """
+    body_error: BaseException | None = None
+    try:
+        async with trio.open_nursery() as nursery:
+            try:
+                yield nursery
+            except BaseException as error:
+                body_error = error
+                raise
+            finally:
+                nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        if body_error is not None and body_error in group.exceptions:
+            raise body_error from body_error.__cause__
+        if len(group.exceptions) == 1:
+            # Cancelled was filtered out of the group: what is left is a crashed task.
+            raise group.exceptions[0] from group.exceptions[0].__cause__
+        raise

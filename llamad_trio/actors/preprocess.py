@@ -1,0 +1,181 @@
+"""The preprocess actor: template, tokenise, check the budget, hand on.
+
+One at a time, in the order of arrival, so that the first to come is the first to run.
+Short texts are tokenised on the spot; long ones on a worker thread, which no cancel
+abandons: the model outlives it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import outcome
+import trio
+
+from llamad_trio.actors.decode import DecodeActor
+from llamad_trio.actors.ticket import Ticket
+from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.core.errors import (
+    EngineClosed,
+    LlamadError,
+    PromptTooLong,
+    ProtocolError,
+    UnsupportedFeature,
+)
+from llamad_trio.core.plan import Prepared
+from llamad_trio.core.request import Request
+from llamad_trio.core.runtime import ModelFacts, Runtime
+from llamad_trio.core.sampling import resolve_sampling
+
+__all__ = ["Preprocessor", "Query"]
+
+T = TypeVar("T")
+
+OFF_LOOP_CHARS = 2_000
+"""Texts longer than this are worked on in a thread.  Templating and tokenising this many
+characters takes about a millisecond; the loop may be blocked for five at most."""
+
+
+class Query:
+    """A question about text for the preprocess actor: `function`, of `n_chars` of it."""
+
+    def __init__(self, function: Callable[[], Any], n_chars: int) -> None:
+        self.function = function
+        self.n_chars = n_chars
+        self.result: outcome.Outcome[Any] = outcome.Error(EngineClosed())
+        self.answered = trio.Event()
+
+    async def answer(self) -> Any:
+        """Wait for the result of the function, or its error.  A checkpoint."""
+        await self.answered.wait()
+        return self.result.unwrap()
+
+
+class Preprocessor:
+    """Turns requests into token lists that are known to fit.
+
+    Args:
+        runtime: the loaded model.
+        n_ctx: most tokens, prompt and reply together, that one request can have.
+        decode: where failures go, and who is told of arrivals.
+        inbox: tickets and queries.
+        outbox: what is ready to run.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        n_ctx: int,
+        decode: DecodeActor,
+        inbox: trio.MemoryReceiveChannel[Ticket | Query],
+        outbox: trio.MemorySendChannel[Prepared],
+    ) -> None:
+        self._runtime = runtime
+        self._n_ctx = n_ctx
+        self._decode = decode
+        self._inbox = inbox
+        self._outbox = outbox
+        self._limiter = trio.CapacityLimiter(1)
+        self._template = _compile(runtime.facts)
+
+    async def run(self) -> None:
+        """Run until cancelled.  What is in the inbox then is answered by nobody."""
+        with self._inbox, self._outbox:
+            async for item in self._inbox:
+                match item:
+                    case Query():
+                        try:
+                            item.result = await self._off_loop(item.n_chars, item.function)
+                        finally:
+                            item.answered.set()
+                    case Ticket():
+                        await self._prepare(item)
+
+    # -- what queries ask -------------------------------------------------------------------
+
+    def render(self, request: Request) -> str:
+        """The prompt as text, as it will be tokenised."""
+        if not isinstance(request.prompt, str):
+            return self._runtime.detokenize(request.prompt)
+        if request.raw:
+            return request.prompt
+        if isinstance(self._template, LlamadError):
+            raise self._template
+        return self._template.render(
+            [{"role": m.role, "content": m.content} for m in request.messages]
+        )
+
+    def tokens(self, request: Request) -> list[int]:
+        """The prompt as tokens.
+
+        Raises:
+            ProtocolError: no token at all, an id outside the vocabulary, no template.
+            PromptTooLong: a text of this length cannot fit, however it is tokenised.
+        """
+        facts = self._runtime.facts
+        if not isinstance(request.prompt, str):
+            tokens = list(request.prompt)
+            for token in tokens:
+                if not 0 <= token < facts.n_vocab:
+                    raise ProtocolError(f"token {token} is not in the vocabulary")
+        else:
+            text = self.render(request)
+            if facts.max_bytes_per_token:
+                at_least = -(-len(text.encode()) // facts.max_bytes_per_token)
+                self._check_length(at_least)
+            # A template that writes BOS itself must not get a second one.
+            has_bos = bool(facts.bos_text) and text.startswith(facts.bos_text)
+            tokens = self._runtime.tokenize(text, add_special=not has_bos, parse_special=True)
+        if not tokens:
+            raise ProtocolError("the prompt is empty")
+        return tokens
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def _prepare(self, ticket: Ticket) -> None:
+        if not self._decode.is_live(ticket):
+            return
+        request = ticket.request
+        result = await self._off_loop(request.n_chars, lambda: self._ready(ticket))
+        try:
+            prepared = result.unwrap()
+        except LlamadError as error:
+            self._decode.reject(ticket, error)
+            return
+        await self._outbox.send(prepared)
+        self._decode.ring()
+
+    def _ready(self, ticket: Ticket) -> Prepared:
+        request = ticket.request
+        tokens = self.tokens(request)
+        self._check_length(len(tokens))
+        return Prepared(
+            id=ticket.id,
+            tokens=tokens,
+            max_tokens=min(request.max_tokens, self._n_ctx - len(tokens)),
+            sampling=resolve_sampling(request, n_ctx=self._n_ctx, fresh_seed=secrets.randbits(32)),
+            stop=request.stop,
+            streams=ticket.streams,
+        )
+
+    def _check_length(self, n_tokens: int) -> None:
+        budget = self._n_ctx - 1  # at least one token must be left for the reply
+        if n_tokens > budget:
+            raise PromptTooLong(n_tokens, budget)
+
+    async def _off_loop(self, n_chars: int, function: Callable[[], T]) -> outcome.Outcome[T]:
+        if n_chars <= OFF_LOOP_CHARS:
+            return outcome.capture(function)
+        return await trio.to_thread.run_sync(outcome.capture, function, limiter=self._limiter)
+
+
+def _compile(facts: ModelFacts) -> ChatTemplate | LlamadError:
+    """The model's template, or what to tell those who need it."""
+    if facts.chat_template is None:
+        return ProtocolError("the model has no chat template: send the prompt with raw=True")
+    try:
+        return ChatTemplate(facts.chat_template, bos_token=facts.bos_text, eos_token=facts.eos_text)
+    except UnsupportedFeature as error:
+        return error

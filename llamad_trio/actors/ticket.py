@@ -1,0 +1,128 @@
+"""One request from the caller's side: where its text and its one outcome arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.errors import LlamadError
+from llamad_trio.core.request import Request
+from llamad_trio.core.scheduler import Finished
+
+__all__ = ["Ticket"]
+
+STREAM_BUFFER = 64
+"""Pieces a reader may lag behind before its slot pauses."""
+
+IN_FLIGHT = 4
+"""Room beyond that for what is under way when the slot pauses: one step's piece, and the
+rest that the end of a request releases."""
+
+
+class Ticket:
+    """A submitted request, shared by its caller and the actors.
+
+    Gets any number of pieces, then exactly one outcome: a `Completion` or an error.
+
+    Args:
+        ticket_id: unique, in order of submission.
+        request: what to compute.
+        streams: whether the caller reads pieces.
+        on_room: called when a reader that had fallen behind has caught up.
+    """
+
+    def __init__(
+        self, ticket_id: int, request: Request, *, streams: bool, on_room: Callable[[int], None]
+    ) -> None:
+        self.id = ticket_id
+        self.request = request
+        self.streams = streams
+        self.completion: Completion | None = None
+        self.error: LlamadError | None = None
+        self._submitted_at = trio.current_time()
+        self._first_token_at: float | None = None
+        self._on_room = on_room
+        self._behind = False
+        self._ended = trio.Event()
+        self._send, self._receive = trio.open_memory_channel[str](STREAM_BUFFER + IN_FLIGHT)
+
+    # -- the actors' side: never blocks -------------------------------------------------
+
+    def token_sampled(self) -> None:
+        """Note the time of the first token."""
+        if self._first_token_at is None:
+            self._first_token_at = trio.current_time()
+
+    def put(self, text: str) -> bool:
+        """Hand over a piece.  False when the reader has fallen behind."""
+        self._send.send_nowait(text)
+        if self._send.statistics().current_buffer_used >= STREAM_BUFFER:
+            self._behind = True
+        return not self._behind
+
+    def finish(self, finished: Finished) -> None:
+        """The request is complete."""
+        now = trio.current_time()
+        first = now if self._first_token_at is None else self._first_token_at
+        self.completion = Completion(
+            text=finished.text,
+            prompt_tokens=finished.prompt_tokens,
+            generated_tokens=finished.generated_tokens,
+            finish_reason=finished.finish_reason,
+            stop_sequence=finished.stop_sequence,
+            cached_tokens=finished.cached_tokens,
+            ttft_s=first - self._submitted_at,
+            duration_s=now - self._submitted_at,
+        )
+        self._end()
+
+    def fail(self, error: LlamadError) -> None:
+        """The request ended with an error."""
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        assert not self._ended.is_set(), "a request has one outcome"
+        self._ended.set()
+        self._send.close()
+
+    # -- the caller's side ----------------------------------------------------------------
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether pieces are waiting to be received."""
+        return self._receive.statistics().current_buffer_used > 0
+
+    async def receive(self) -> str:
+        """The next piece.
+
+        A checkpoint; cancelled, it leaves the pieces as they are.
+
+        Raises:
+            trio.EndOfChannel: the request is complete and all pieces are read.
+            LlamadError: the request failed; all pieces before that were read.
+        """
+        try:
+            text = await self._receive.receive()
+        except trio.EndOfChannel:
+            if self.error is not None:
+                raise self.error from None
+            raise
+        if self._behind and self._receive.statistics().current_buffer_used <= STREAM_BUFFER // 2:
+            self._behind = False
+            self._on_room(self.id)
+        return text
+
+    async def outcome(self) -> Completion:
+        """Wait for the end, without reading pieces.  A checkpoint."""
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.completion is not None
+        return self.completion
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._receive.close()

@@ -1,0 +1,198 @@
+"""How an engine is set up.  Decides ranges and defaults; knows neither files nor cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import attrs
+
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import (
+    CONVERT,
+    apply_converters,
+    boolean,
+    number,
+    optional,
+    whole_number,
+)
+from llamad_trio.core.request import MAX_INT
+from llamad_trio.core.runtime import LaneLike
+
+__all__ = ["EngineConfig", "KVType", "SplitMode"]
+
+logger = logging.getLogger("llamad_trio")
+
+DEFAULT_N_CTX = 4096
+MAX_N_CTX = 1_048_576
+MAX_SLOTS = 512
+MAX_THREADS = 256
+
+SplitMode = Literal["none", "layer", "row"]
+KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _one_of(name: str, *choices: str) -> Callable[[object], str | None]:
+    def convert(value: object) -> str | None:
+        if value is None or value in choices:
+            return value
+        raise ProtocolError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+    return convert
+
+
+def _shares(value: object) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ProtocolError(f"tensor_split must be numbers, not {type(value).__name__}")
+    share = number("tensor_split", 0.0, 0.0, 1e6)
+    return tuple(share(item) for item in value)
+
+
+def _lane(value: object) -> LaneLike | Literal["own"] | None:
+    if value is None or value == "own" or isinstance(value, LaneLike):
+        return value
+    raise ProtocolError(f'lane must be a Lane, "own" or None, not {value!r}')
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class EngineConfig:
+    """Settings of one engine.  Frozen; numbers out of range are clamped.
+
+    Args:
+        n_slots: sequences computed at once, 1-512, and at most what llama.cpp allows
+            (256 in today's version).  Slots share the pool.
+        n_ctx: tokens in the KV pool; `None` is 4096, or what the model was trained
+            for if that is less.
+        n_threads: threads for steps that only decode; `None` is the physical cores
+            this process may use.
+        n_threads_batch: threads for steps with prompts; `None` is `n_threads`.
+        kv_cache: reuse the KV of ended requests for prompts that begin alike.
+        n_batch: most tokens in a step, at least `n_slots`.
+        max_queue: waiting requests beyond this are refused with `Busy`; `None` is no limit.
+        step_target_s: seconds a step may take while streams are running; sizes the part
+            of a prompt that is put in beside them.
+        lane: the OS thread to compute on: `None` the one shared by default, `"own"` a
+            new one, or a `Lane` of the application's.
+        n_gpu_layers, split_mode, main_gpu, tensor_split, use_mmap, use_mlock,
+        flash_attn, type_k, type_v, rope_freq_base, rope_freq_scale: llama.cpp's own;
+            `None` and 0 leave the choice to it.
+
+    Raises:
+        ProtocolError: a field has the wrong type.
+    """
+
+    n_slots: int = attrs.field(default=4, metadata={CONVERT: whole_number("n_slots", 1, MAX_SLOTS)})
+    n_ctx: int | None = attrs.field(
+        default=None, metadata={CONVERT: optional(whole_number("n_ctx", 1, MAX_N_CTX))}
+    )
+    n_threads: int | None = attrs.field(
+        default=None, metadata={CONVERT: optional(whole_number("n_threads", 1, MAX_THREADS))}
+    )
+    n_threads_batch: int | None = attrs.field(
+        default=None, metadata={CONVERT: optional(whole_number("n_threads_batch", 1, MAX_THREADS))}
+    )
+    kv_cache: bool = attrs.field(default=True, metadata={CONVERT: boolean("kv_cache")})
+    n_batch: int = attrs.field(
+        default=512, metadata={CONVERT: whole_number("n_batch", 1, MAX_N_CTX)}
+    )
+    max_queue: int | None = attrs.field(
+        default=None, metadata={CONVERT: optional(whole_number("max_queue", 0, MAX_INT))}
+    )
+    step_target_s: float = attrs.field(
+        default=0.1, metadata={CONVERT: number("step_target_s", 0.1, 0.001, 60.0)}
+    )
+    lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata={CONVERT: _lane})
+    n_gpu_layers: int = attrs.field(
+        default=0, metadata={CONVERT: whole_number("n_gpu_layers", -1, MAX_INT)}
+    )
+    split_mode: SplitMode | None = attrs.field(
+        default=None, metadata={CONVERT: _one_of("split_mode", "none", "layer", "row")}
+    )
+    main_gpu: int = attrs.field(default=0, metadata={CONVERT: whole_number("main_gpu", 0, 255)})
+    tensor_split: tuple[float, ...] = attrs.field(default=(), metadata={CONVERT: _shares})
+    use_mmap: bool | None = attrs.field(
+        default=None, metadata={CONVERT: optional(boolean("use_mmap"))}
+    )
+    use_mlock: bool = attrs.field(default=False, metadata={CONVERT: boolean("use_mlock")})
+    flash_attn: bool | None = attrs.field(
+        default=None, metadata={CONVERT: optional(boolean("flash_attn"))}
+    )
+    type_k: KVType | None = attrs.field(
+        default=None, metadata={CONVERT: _one_of("type_k", *get_args(KVType))}
+    )
+    type_v: KVType | None = attrs.field(
+        default=None, metadata={CONVERT: _one_of("type_v", *get_args(KVType))}
+    )
+    rope_freq_base: float = attrs.field(
+        default=0.0, metadata={CONVERT: number("rope_freq_base", 0.0, 0.0, 1e12)}
+    )
+    rope_freq_scale: float = attrs.field(
+        default=0.0, metadata={CONVERT: number("rope_freq_scale", 0.0, 0.0, 1e6)}
+    )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> EngineConfig:
+        """A config from the `LLAMAD_*` variables; what is unset keeps its default.
+
+        A value that cannot be read keeps the default, with a warning in the log; one out
+        of range is clamped.
+        """
+        values: dict[str, Any] = {}
+        for name, parse in _ENVIRONMENT.items():
+            variable = f"LLAMAD_{name.upper()}"
+            if (text := environ.get(variable)) is None:
+                continue
+            value = parse(text.strip())
+            if value is None:
+                logger.warning("%s=%r is not understood; the default stays", variable, text)
+            else:
+                values[name] = value
+        return cls(**values)
+
+    def resolve(self, *, n_ctx_train: int, n_cores: int, max_slots: int) -> EngineConfig:
+        """Fill in what depends on the model and the machine.
+
+        Args:
+            n_ctx_train: context the model was trained for, in tokens; 0 is unknown.
+            n_cores: physical cores this process may use.
+            max_slots: most sequences llama.cpp allows.
+        """
+        n_ctx = self.n_ctx or min(DEFAULT_N_CTX, n_ctx_train or DEFAULT_N_CTX)
+        n_slots = min(self.n_slots, max_slots)
+        n_threads = self.n_threads or min(n_cores, MAX_THREADS)
+        return attrs.evolve(
+            self,
+            n_slots=n_slots,
+            n_ctx=n_ctx,
+            n_threads=n_threads,
+            n_threads_batch=self.n_threads_batch or n_threads,
+            n_batch=max(self.n_batch, n_slots),
+        )
+
+
+def _parse_int(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _parse_bool(text: str) -> bool | None:
+    word = text.lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+_ENVIRONMENT: dict[str, Callable[[str], int | bool | None]] = {
+    "n_slots": _parse_int,
+    "n_ctx": _parse_int,
+    "n_threads": _parse_int,
+    "n_threads_batch": _parse_int,
+    "kv_cache": _parse_bool,
+    "n_batch": _parse_int,
+    "max_queue": _parse_int,
+}

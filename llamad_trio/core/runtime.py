@@ -1,0 +1,85 @@
+"""The two seams between the actors and what computes: a runtime, and the lane it runs on.
+
+llama.cpp on a thread is one implementation; the scripted model of
+`llamad_trio.testing` on Trio's clock is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar, runtime_checkable
+
+import attrs
+
+from llamad_trio.core.plan import StepPlan, StepResult
+
+__all__ = ["LaneLike", "ModelFacts", "Runtime"]
+
+T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class ModelFacts:
+    """What a model says of itself.  Sizes in bytes, lengths in tokens.
+
+    `max_bytes_per_token` is the most text one token can stand for, `None` if unknown.
+    `identity` is a digest of everything that decides what its KV cache means.
+    """
+
+    architecture: str
+    description: str
+    name: str | None
+    n_params: int
+    file_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+    chat_template: str | None
+    bos_text: str
+    eos_text: str
+    adds_bos: bool
+    max_bytes_per_token: int | None
+    can_rewind: bool
+    identity: str
+
+
+class Runtime(Protocol):
+    """A loaded model that runs steps."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the model says of itself."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Text to tokens.  From any thread, also while a step runs."""
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Tokens to text.  From any thread, also while a step runs."""
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one step, blocking.  Only on the lane.
+
+        Raises:
+            SessionFatal: the KV pool no longer matches the plan's books.
+        """
+
+    def request_abort(self) -> None:
+        """Make the running step end soon.  From any thread."""
+
+    def clear_abort(self) -> None:
+        """Let steps run again.  While none runs."""
+
+
+@runtime_checkable
+class LaneLike(Protocol):
+    """Where steps run, one at a time."""
+
+    def hosted(self) -> AbstractAsyncContextManager[None]:
+        """Keep the lane alive inside the block."""
+
+    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
+        """Run `job` on the lane.
+
+        When cancelled, calls `abort` once if the job has begun, waits for it to end, and
+        raises `Cancelled`; a job that has not begun never will.
+        """

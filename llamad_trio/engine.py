@@ -1,0 +1,322 @@
+"""The engine: one model, many requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from os import PathLike
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from llamad_trio.actors.decode import DecodeActor
+from llamad_trio.actors.lane import Lane, shared_lane
+from llamad_trio.actors.loading import loaded_runtime
+from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.preprocess import Preprocessor, Query
+from llamad_trio.actors.ticket import Ticket
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import Busy, EngineClosed, ProtocolError, UnsupportedFeature
+from llamad_trio.core.plan import Prepared
+from llamad_trio.core.request import Request
+from llamad_trio.core.runtime import LaneLike, Runtime
+from llamad_trio.core.scheduler import Scheduler
+from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.manifest import resolve_model
+from llamad_trio.stream import TokenStream
+
+__all__ = ["Engine", "open_engine", "run_engine"]
+
+T = TypeVar("T")
+
+
+class Engine:
+    """One loaded model, for any number of tasks of this Trio run.  Made by `open_engine`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: EngineConfig,
+        decode: DecodeActor,
+        preprocessor: Preprocessor,
+        inbox: trio.MemorySendChannel[Ticket | Query],
+    ) -> None:
+        self._runtime = runtime
+        self._decode = decode
+        self._preprocessor = preprocessor
+        self._inbox = inbox
+        self._config = config
+        self._ids = count(1)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def complete(self, request: Request | str, **fields: Any) -> Completion:
+        """Compute a whole completion.
+
+        Args:
+            request: what to compute, or just its prompt.
+            fields: `Request` fields that override the request's.
+
+        A checkpoint.  Cancelled, it stops the work and frees the slot.
+
+        Raises:
+            ProtocolError, PromptTooLong, UnsupportedFeature: the request cannot run.
+            Busy: too many requests are waiting.
+            ContextOverflow, InferenceError: it failed while running.
+            EngineClosed, SessionFatal: the engine has stopped.
+        """
+        async with self._submitted(request, fields, streams=False) as ticket:
+            return await ticket.outcome()
+
+    async def complete_text(self, request: Request | str, **fields: Any) -> str:
+        """`complete`, but only its text."""
+        return (await self.complete(request, **fields)).text
+
+    @asynccontextmanager
+    async def stream(self, request: Request | str, **fields: Any) -> AsyncIterator[TokenStream]:
+        """Compute a completion and receive its text as it comes.
+
+        An async context manager; nothing is submitted before it is entered, and leaving
+        it early cancels the request.  Arguments and errors as for `complete`; errors
+        that need the model come out of the stream.
+        """
+        async with self._submitted(request, fields, streams=True) as ticket:
+            yield TokenStream(ticket)
+
+    # -- text and tokens --------------------------------------------------------------------
+
+    async def render(self, request: Request | str, **fields: Any) -> str:
+        """The prompt text a request comes to, its chat template applied.
+
+        A checkpoint.  Raises as `complete` does.
+        """
+        asked = _as_request(request, fields)
+        return await self._ask(lambda: self._preprocessor.render(asked), asked.n_chars)
+
+    async def count_tokens(self, request: Request | str, **fields: Any) -> int:
+        """Length of the prompt a request comes to, in tokens.
+
+        A checkpoint.  Raises as `complete` does; `PromptTooLong` only for a text so long
+        that it cannot fit however it is tokenised.
+        """
+        asked = _as_request(request, fields)
+        tokens = await self._ask(lambda: self._preprocessor.tokens(asked), asked.n_chars)
+        return len(tokens)
+
+    async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Text to token ids, without BOS or EOS.
+
+        Args:
+            text: any text without NUL or lone surrogates.
+            special: turn the text of control tokens into those tokens.
+
+        A checkpoint.
+
+        Raises:
+            ProtocolError: the text cannot be encoded.
+        """
+        checked = Request(text, raw=True).prompt
+        assert isinstance(checked, str)
+        return await self._ask(
+            lambda: self._runtime.tokenize(checked, add_special=False, parse_special=special),
+            len(checked),
+        )
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Token ids to text, control tokens written out.  A checkpoint.
+
+        Raises:
+            ProtocolError: an id is outside the vocabulary.
+        """
+        asked = Request(tokens)
+        assert not isinstance(asked.prompt, str)
+        return await self._ask(lambda: self._preprocessor.render(asked), asked.n_chars)
+
+    # -- looking around ---------------------------------------------------------------------
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the model."""
+        facts = self._runtime.facts
+        return ModelInfo(
+            architecture=facts.architecture,
+            description=facts.description,
+            name=facts.name,
+            n_params=facts.n_params,
+            file_bytes=facts.file_bytes,
+            n_vocab=facts.n_vocab,
+            n_ctx_train=facts.n_ctx_train,
+            has_template=facts.chat_template is not None,
+            can_rewind=facts.can_rewind,
+            identity=facts.identity,
+        )
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings in force: clamped, and completed from the model and the machine."""
+        return self._config
+
+    def stats(self) -> EngineStats:
+        """A snapshot of slots, queue, pool and counts.  Cheap, never blocks."""
+        books = self._decode.scheduler.stats()
+        outcomes = self._decode.outcomes
+        return EngineStats(
+            slots={
+                "free": books.slots_free,
+                "prefill": books.slots_prefill,
+                "decode": books.slots_decode,
+                "paused": books.slots_paused,
+            },
+            queued=self._decode.n_live - books.running,
+            kv_used_tokens=books.kv_used,
+            kv_retained_tokens=books.kv_retained,
+            kv_free_tokens=books.kv_free,
+            prefill_tokens=books.prefill_tokens,
+            prefill_s=books.prefill_s,
+            decode_tokens=books.decode_tokens,
+            decode_s=books.decode_s,
+            cached_tokens=books.cached_tokens,
+            requests={name: outcomes[name] for name in ("completed", "failed", "cancelled")},
+            preemptions=books.preemptions,
+            steps=books.steps,
+            aborted_steps=books.aborted_steps,
+        )
+
+    # -- inside -----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _submitted(
+        self, request: Request | str, fields: dict[str, Any], *, streams: bool
+    ) -> AsyncIterator[Ticket]:
+        asked = _as_request(request, fields)
+        if asked.grammar is not None:
+            raise UnsupportedFeature("grammar", "constrained output is not built in yet")
+        self._check_open()
+        self._check_queue()
+        ticket = Ticket(next(self._ids), asked, streams=streams, on_room=self._decode.resume)
+        self._decode.register(ticket)
+        try:
+            await self._send(ticket)
+            yield ticket
+        finally:
+            self._decode.withdraw(ticket)
+            ticket.close()
+
+    async def _ask(self, function: Callable[[], T], n_chars: int) -> T:
+        self._check_open()
+        query = Query(function, n_chars)
+        await self._send(query)
+        result: T = await query.answer()
+        return result
+
+    async def _send(self, item: Ticket | Query) -> None:
+        try:
+            await self._inbox.send(item)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise self._decode.closed or EngineClosed() from None
+
+    def _check_open(self) -> None:
+        if self._decode.closed is not None:
+            raise self._decode.closed
+
+    def _check_queue(self) -> None:
+        limit = self._config.max_queue
+        waiting = self._decode.n_live - self._config.n_slots
+        if limit is not None and waiting >= limit:
+            raise Busy(max(waiting, 0), limit)
+
+
+def _as_request(request: Request | str, fields: dict[str, Any]) -> Request:
+    try:
+        if isinstance(request, Request):
+            return attrs.evolve(request, **fields) if fields else request
+        return Request(request, **fields)
+    except TypeError as error:
+        unknown = sorted(set(fields) - {field.name for field in attrs.fields(Request)})
+        if not unknown:
+            raise
+        raise ProtocolError(f"unknown field {', '.join(unknown)}") from error
+
+
+def _configure(config: EngineConfig | None, overrides: dict[str, Any]) -> EngineConfig:
+    unknown = sorted(set(overrides) - {field.name for field in attrs.fields(EngineConfig)})
+    if unknown:
+        raise ProtocolError(f"unknown config field {', '.join(unknown)}")
+    return attrs.evolve(config or EngineConfig.from_env(), **overrides)
+
+
+@asynccontextmanager
+async def open_engine(
+    model: str | PathLike[str],
+    config: EngineConfig | None = None,
+    *,
+    on_load: Callable[[float], object] | None = None,
+    **overrides: Any,
+) -> AsyncIterator[Engine]:
+    """Load a model and run its engine inside the block.
+
+    Args:
+        model: path of a GGUF file, or the name of a known model that has been pulled.
+        config: settings; `None` takes them from the `LLAMAD_*` environment variables.
+        on_load: called in the Trio thread with the load's progress, 0 to 1.
+        overrides: `EngineConfig` fields that replace the config's.
+
+    Leaving the block cancels what is running, waits for at most one graph node, and
+    frees everything.  Cancelling the load stops it.  Exceptions of the body come out as
+    themselves; a crash of the engine ends the block with its own error.
+
+    Raises:
+        ModelLoadError: missing, unreadable, no GGUF, unsupported, out of memory.
+        UnsupportedFeature: the model cannot continue a text.
+        ProtocolError: a setting of the wrong type, or an unknown one.
+    """
+    config = _configure(config, overrides)
+    path = resolve_model(model)
+    lane = Lane() if config.lane == "own" else config.lane or shared_lane()
+    async with (
+        lane.hosted(),
+        loaded_runtime(path, config, lane, on_load) as runtime,
+        run_engine(runtime, runtime.config, lane) as engine,
+    ):
+        yield engine
+
+
+@asynccontextmanager
+async def run_engine(
+    runtime: Runtime, config: EngineConfig, lane: LaneLike
+) -> AsyncIterator[Engine]:
+    """Run the actors of one engine inside the block.  `config` is resolved."""
+    facts = runtime.facts
+    assert config.n_ctx is not None
+    scheduler = Scheduler(
+        n_slots=config.n_slots,
+        n_ctx=config.n_ctx,
+        n_batch=config.n_batch,
+        step_target_s=config.step_target_s,
+        retain=config.kv_cache and facts.can_rewind,
+    )
+    to_preprocess, from_callers = trio.open_memory_channel[Ticket | Query](0)
+    to_decode, from_preprocess = trio.open_memory_channel[Prepared](config.n_slots)
+    decode = DecodeActor(runtime, lane, scheduler, from_preprocess)
+    preprocessor = Preprocessor(
+        runtime, _most_tokens(config, facts.n_ctx_train), decode, from_callers, to_decode
+    )
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(decode.run)
+        nursery.start_soon(preprocessor.run)
+        try:
+            yield Engine(runtime, config, decode, preprocessor, to_preprocess)
+        finally:
+            decode.closed = decode.closed or EngineClosed()
+
+
+def _most_tokens(config: EngineConfig, n_ctx_train: int) -> int:
+    """Most tokens of one request: the pool, and no more than the model was trained for,
+    unless its RoPE is stretched on purpose."""
+    assert config.n_ctx is not None
+    if config.rope_freq_base or config.rope_freq_scale or n_ctx_train <= 0:
+        return config.n_ctx
+    return min(config.n_ctx, n_ctx_train)

@@ -1,0 +1,72 @@
+"""What an engine tells of its model and of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+__all__ = ["EngineStats", "ModelInfo"]
+
+
+@attrs.frozen(kw_only=True)
+class ModelInfo:
+    """What is known of a loaded model.
+
+    Attributes:
+        architecture: such as `"llama"`.
+        description: llama.cpp's own, such as `"llama 256M Q4_1"`.
+        name: the name in the file, if it has one.
+        n_params: number of weights.
+        file_bytes: size of the file.
+        n_vocab: tokens in the vocabulary.
+        n_ctx_train: tokens of context the model was trained for.
+        has_template: whether it brings a chat template.
+        can_rewind: whether its memory can go back to an earlier token.  Where it cannot
+            (recurrent and hybrid models), nothing is reused between requests.
+        identity: digest of everything that decides what its KV cache means.
+    """
+
+    architecture: str
+    description: str
+    name: str | None
+    n_params: int
+    file_bytes: int
+    n_vocab: int
+    n_ctx_train: int
+    has_template: bool
+    can_rewind: bool
+    identity: str
+
+
+@attrs.frozen(kw_only=True)
+class EngineStats:
+    """A snapshot of an engine.
+
+    Attributes:
+        slots: number of slots by state: `free`, `prefill`, `decode`, `paused`.
+        queued: requests that wait for a slot.
+        kv_used_tokens, kv_retained_tokens, kv_free_tokens: the KV pool.  Retained is
+            what ended requests left for reuse; it gives way to any need.
+        prefill_tokens, prefill_s: prompt tokens computed, and seconds spent on them.
+        decode_tokens, decode_s: the same for single generated tokens.
+        cached_tokens: prompt tokens that were reused instead of computed.
+        requests: number of requests by outcome: `completed`, `failed`, `cancelled`.
+        preemptions: times a running request had to give its room back.
+        steps, aborted_steps: steps run, and those of them that a cancel cut short.
+    """
+
+    slots: Mapping[str, int]
+    queued: int
+    kv_used_tokens: int
+    kv_retained_tokens: int
+    kv_free_tokens: int
+    prefill_tokens: int
+    prefill_s: float
+    decode_tokens: int
+    decode_s: float
+    cached_tokens: int
+    requests: Mapping[str, int]
+    preemptions: int
+    steps: int
+    aborted_steps: int

@@ -1,0 +1,81 @@
+"""llama.cpp's process-wide state: start-up and the log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import llama_cpp.llama_cpp as lib
+
+__all__ = ["captured_errors", "start"]
+
+logger = logging.getLogger("llamad_trio.llama_cpp")
+
+# ggml.h: enum ggml_log_level.  llama.cpp tells the story of a load at INFO, in hundreds
+# of lines, which is DEBUG to the application around it.
+_DEBUG, _INFO, _WARN, _ERROR, _CONT = 1, 2, 3, 4, 5
+_LEVELS = {
+    _DEBUG: logging.DEBUG,
+    _INFO: logging.DEBUG,
+    _WARN: logging.WARNING,
+    _ERROR: logging.ERROR,
+}
+
+# What llama.cpp reports of an abort, which here is how a request is cancelled.
+_EXPECTED = ("failed to decode, ret = 2", "removing memory module entries")
+
+
+class _ThreadLog(threading.local):
+    """The line a thread is writing, and where its errors are collected."""
+
+    level: int = logging.DEBUG
+    line: str = ""
+    errors: list[str] | None = None
+
+
+_thread_log = _ThreadLog()
+
+
+@lib.llama_log_callback
+def _on_log(level: int, text: bytes, _user_data: object) -> None:
+    log = _thread_log
+    if level != _CONT:
+        log.level = _LEVELS.get(level, logging.DEBUG)
+    log.line += text.decode(errors="replace")
+    if not log.line.endswith("\n"):
+        return
+    line, log.line = log.line.strip(), ""
+    if not line:
+        return
+    if any(phrase in line for phrase in _EXPECTED):
+        logger.debug("%s", line)
+        return
+    if log.level >= logging.ERROR and log.errors is not None:
+        log.errors.append(line)
+    logger.log(log.level, "%s", line)
+
+
+@contextlib.contextmanager
+def captured_errors() -> Iterator[list[str]]:
+    """Collect the error lines llama.cpp logs on this thread inside the block."""
+    outer, _thread_log.errors = _thread_log.errors, []
+    try:
+        yield _thread_log.errors
+    finally:
+        _thread_log.errors = outer
+
+
+_lock = threading.Lock()
+_started = False
+
+
+def start() -> None:
+    """Start llama.cpp's backends and take over its log.  Once per process; thread-safe."""
+    global _started
+    with _lock:
+        if not _started:
+            lib.llama_log_set(_on_log, None)
+            lib.llama_backend_init()
+            _started = True

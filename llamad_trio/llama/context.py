@@ -1,0 +1,143 @@
+"""A llama.cpp context: the KV pool, and the operations on it."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ModelLoadError, SessionFatal
+from llamad_trio.llama import backend
+from llamad_trio.llama.batch import Batch
+from llamad_trio.llama.model import Model
+
+__all__ = ["Context"]
+
+_FLASH_ATTENTION = {
+    None: lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    True: lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    False: lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+
+_KV_TYPES = {
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": 30,
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "iq4_nl": 20,
+}
+
+
+def _abort_callback() -> object:
+    """A C function that is true when the byte its argument points at is set.
+
+    llama.cpp calls it after every graph node.  libc's `strlen` does it without Python
+    and without the GIL: of a byte and a terminating NUL it returns 1 or 0.
+    """
+    strlen = ctypes.CDLL(None).strlen
+    return ctypes.cast(strlen, lib.ggml_abort_callback)
+
+
+class Context:
+    """One KV pool shared by `n_slots` sequences, and a batch to fill it.
+
+    Args:
+        model: what to compute with; must outlive the context.
+        config: resolved, with thread counts and `n_ctx`.
+
+    Raises:
+        ModelLoadError: out of memory, or a combination llama.cpp refuses.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        params = lib.llama_context_default_params()
+        params.n_ctx = config.n_ctx
+        params.n_batch = params.n_ubatch = config.n_batch
+        params.n_seq_max = config.n_slots
+        params.n_outputs_max = config.n_slots
+        params.n_threads = config.n_threads
+        params.n_threads_batch = config.n_threads_batch
+        params.kv_unified = True
+        params.swa_full = True
+        params.no_perf = True
+        params.flash_attn_type = _FLASH_ATTENTION[config.flash_attn]
+        params.rope_freq_base = config.rope_freq_base
+        params.rope_freq_scale = config.rope_freq_scale
+        if config.type_k is not None:
+            params.type_k = _KV_TYPES[config.type_k]
+        if config.type_v is not None:
+            params.type_v = _KV_TYPES[config.type_v]
+        self._abort_flag = ctypes.create_string_buffer(2)
+        params.abort_callback = _abort_callback()
+        params.abort_callback_data = ctypes.cast(self._abort_flag, ctypes.c_void_p)
+        with backend.captured_errors() as errors:
+            pointer = lib.llama_init_from_model(model.pointer, params)
+        if not pointer:
+            reason = errors[0] if errors else "llama.cpp could not make a context"
+            raise ModelLoadError(str(model.path), reason)
+        self.pointer = pointer
+        self.batch = Batch(config.n_batch)
+        self._memory = lib.llama_get_memory(pointer)
+        self._n_vocab = model.n_vocab
+
+    def close(self) -> None:
+        """Free the pool.  The context must not be used again."""
+        lib.llama_free(self.pointer)
+
+    # -- abort: the only part that other threads may call ---------------------------------
+
+    def request_abort(self) -> None:
+        """Make the step that is running, or the next one, stop at the next graph node."""
+        self._abort_flag[0] = b"\x01"
+
+    def clear_abort(self) -> None:
+        """Let steps run again."""
+        self._abort_flag[0] = b"\x00"
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def trim(self, seq: int, keep: int) -> bool:
+        """Drop everything of a sequence but its first `keep` tokens; false if it cannot."""
+        return bool(lib.llama_memory_seq_rm(self._memory, seq, keep, -1))
+
+    def n_resident(self, seq: int) -> int:
+        """Tokens of a sequence in the pool, by its last position."""
+        return int(lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
+
+    def clear(self) -> None:
+        """Empty the pool."""
+        lib.llama_memory_clear(self._memory, False)
+
+    def trim_or_clear(self, seq: int, keep: int) -> bool:
+        """Go back to the first `keep` tokens, or to none where the memory cannot rewind.
+
+        Returns:
+            Whether the `keep` tokens are still there.
+
+        Raises:
+            SessionFatal: the sequence is in neither state.
+        """
+        kept = self.trim(seq, keep)
+        if not kept:
+            self.trim(seq, 0)
+        resident = self.n_resident(seq)
+        if resident != (keep if kept else 0):
+            raise SessionFatal(f"sequence {seq} holds {resident} tokens after a rollback to {keep}")
+        return kept
+
+    # -- results ------------------------------------------------------------------------------
+
+    def logits(self, n_outputs: int) -> NDArray[np.float32]:
+        """The logits of the last batch, in its row order, shape (n_outputs, n_vocab).
+
+        A view of llama.cpp's own buffer: valid, and writable, until the next batch.
+        """
+        pointer = lib.llama_get_logits(self.pointer)
+        return np.ctypeslib.as_array(pointer, (n_outputs, self._n_vocab))

@@ -1,0 +1,264 @@
+"""A loaded model: weights, vocabulary, metadata."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
+from llamad_trio.llama import backend
+
+__all__ = ["Model"]
+
+_SPLIT_MODES = {
+    "none": lib.LLAMA_SPLIT_MODE_NONE,
+    "layer": lib.LLAMA_SPLIT_MODE_LAYER,
+    "row": lib.LLAMA_SPLIT_MODE_ROW,
+}
+
+_DIGEST_BYTES = 1 << 20
+
+# Vocabularies in which every token stands for at most its own bytes of the text.
+_BOUNDED_VOCABULARIES = frozenset({lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE})
+
+
+class Model:
+    """A model in memory.  Tokenising is thread-safe; everything else needs one thread at a time.
+
+    Args:
+        path: the GGUF file.
+        config: GPU layers, memory mapping and the like.
+        on_progress: called on this thread with 0..1; returning `False` stops the load.
+
+    Raises:
+        ModelLoadError: with llama.cpp's own reason, or `"cancelled"`.
+    """
+
+    def __init__(
+        self, path: Path, config: EngineConfig, on_progress: Callable[[float], bool]
+    ) -> None:
+        _check_file(path)
+        backend.start()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = config.n_gpu_layers
+        params.load_mode = _load_mode(config)
+        if config.split_mode is not None:
+            params.split_mode = _SPLIT_MODES[config.split_mode]
+        params.main_gpu = config.main_gpu
+        if config.tensor_split:
+            # llama.cpp reads one share per possible device.
+            shares = (ctypes.c_float * lib.llama_max_devices())(*config.tensor_split)
+            params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+
+        stopped = False
+
+        @lib.llama_progress_callback
+        def report(fraction: float, _user_data: object) -> bool:
+            nonlocal stopped
+            stopped = stopped or not on_progress(fraction)
+            return not stopped
+
+        params.progress_callback = report
+        with backend.captured_errors() as errors:
+            pointer = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not pointer:
+            reason = "cancelled" if stopped else _reason(errors)
+            raise ModelLoadError(str(path), reason)
+        self.pointer = pointer
+        self.path = path
+        self._vocab = lib.llama_model_get_vocab(pointer)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
+        self._pieces: dict[int, bytes] = {}
+        self._eog: dict[int, bool] = {}
+
+    def close(self) -> None:
+        """Free the weights.  The model must not be used again."""
+        lib.llama_model_free(self.pointer)
+
+    # -- metadata -----------------------------------------------------------------------
+
+    def require_generation(self) -> None:
+        """Raise `UnsupportedFeature` for a model that cannot continue a text."""
+        if lib.llama_model_has_encoder(self.pointer):
+            kind = "encoder-decoder" if lib.llama_model_has_decoder(self.pointer) else "encoder"
+            raise UnsupportedFeature("generation", f"{self.path.name} is an {kind} model")
+        if lib.llama_model_is_diffusion(self.pointer):
+            raise UnsupportedFeature("generation", f"{self.path.name} is a diffusion model")
+        if not self.metadata("general.architecture") or lib.llama_vocab_type(self._vocab) == 0:
+            raise UnsupportedFeature("generation", f"{self.path.name} has no vocabulary")
+
+    def metadata(self, key: str) -> str | None:
+        """A scalar of the GGUF's metadata as text, `None` where it is absent."""
+        size = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
+        if size < 0:
+            return None
+        buffer = ctypes.create_string_buffer(size + 1)
+        lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, size + 1)
+        return buffer.value.decode(errors="replace")
+
+    @cached_property
+    def description(self) -> str:
+        """llama.cpp's one-line description, such as `llama 135M Q4_1`."""
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.pointer, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The model's own chat template (Jinja), if it has one."""
+        template = lib.llama_model_chat_template(self.pointer, None)
+        return template.decode(errors="replace") if template else None
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the file's size and both its ends: header and last tensor.
+
+        Cheap for any size; it tells models apart, it does not prove them unchanged.
+        """
+        size = self.path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with self.path.open("rb") as file:
+            digest.update(file.read(_DIGEST_BYTES))
+            file.seek(max(0, size - _DIGEST_BYTES))
+            digest.update(file.read(_DIGEST_BYTES))
+        return digest.hexdigest()
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Context the model was trained for, in tokens."""
+        return int(lib.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def n_params(self) -> int:
+        """Number of weights."""
+        return int(lib.llama_model_n_params(self.pointer))
+
+    # -- vocabulary ---------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Text to token ids.
+
+        Args:
+            text: any text without NUL.
+            add_special: add BOS and EOS where the model wants them.
+            parse_special: turn the text of control tokens into those tokens.
+        """
+        data = text.encode()
+        # No vocabulary yields more tokens than bytes, beside what add_special adds.
+        tokens = (ctypes.c_int32 * (len(data) + 8))()
+        n = lib.llama_tokenize(
+            self._vocab, data, len(data), tokens, len(tokens), add_special, parse_special
+        )
+        if n < 0:
+            tokens = (ctypes.c_int32 * -n)()
+            n = lib.llama_tokenize(
+                self._vocab, data, len(data), tokens, len(tokens), add_special, parse_special
+            )
+        return tokens[:n]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Token ids to text, control tokens written out."""
+        ids = (ctypes.c_int32 * len(tokens))(*tokens)
+        size = 16 * len(tokens) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = lib.llama_detokenize(self._vocab, ids, len(ids), buffer, size, False, True)
+            if n >= 0:
+                return buffer.raw[:n].decode(errors="replace")
+            size = -n
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a generated token stands for; a control token is `b""`."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._read_piece(token, special=False)
+        return piece
+
+    def ends_generation(self, token: int) -> bool:
+        """Whether the token means that the text is finished."""
+        ends = self._eog.get(token)
+        if ends is None:
+            ends = self._eog[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
+        return ends
+
+    @property
+    def bos_text(self) -> str:
+        """What a chat template writes as `bos_token`."""
+        return self._special_text(lib.llama_vocab_bos(self._vocab))
+
+    @property
+    def eos_text(self) -> str:
+        """What a chat template writes as `eos_token`."""
+        return self._special_text(lib.llama_vocab_eos(self._vocab))
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model wants every prompt to begin with BOS."""
+        return bool(lib.llama_vocab_get_add_bos(self._vocab))
+
+    @property
+    def bos_token(self) -> int:
+        """The BOS token, or -1."""
+        return int(lib.llama_vocab_bos(self._vocab))
+
+    @cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """Most bytes of text that one token can stand for; `None` if there is no bound."""
+        if lib.llama_vocab_type(self._vocab) not in _BOUNDED_VOCABULARIES:
+            return None
+        return max(len(lib.llama_vocab_get_text(self._vocab, t)) for t in range(self.n_vocab))
+
+    def _special_text(self, token: int) -> str:
+        return "" if token < 0 else self._read_piece(token, special=True).decode(errors="replace")
+
+    def _read_piece(self, token: int, *, special: bool) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+
+def _check_file(path: Path) -> None:
+    """Give the plain reasons a file is no model, which llama.cpp's log tells only vaguely."""
+    if path.is_dir():
+        raise ModelLoadError(str(path), "is a directory")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except FileNotFoundError:
+        raise ModelLoadError(str(path), "no such file") from None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(str(path), getattr(error, "strerror", None) or str(error)) from None
+    if not magic:
+        raise ModelLoadError(str(path), "the file is empty")
+    if magic != b"GGUF":
+        raise ModelLoadError(str(path), "not a GGUF file")
+
+
+def _load_mode(config: EngineConfig) -> int:
+    if config.use_mlock:
+        return int(
+            lib.LLAMA_LOAD_MODE_MLOCK
+            if config.use_mmap is False
+            else lib.LLAMA_LOAD_MODE_MMAP_MLOCK
+        )
+    if config.use_mmap is None:
+        return int(lib.LLAMA_LOAD_MODE_AUTO)
+    return int(lib.LLAMA_LOAD_MODE_MMAP if config.use_mmap else lib.LLAMA_LOAD_MODE_NONE)
+
+
+def _reason(errors: list[str]) -> str:
+    """The first error line is the cause; the later ones say where it was noticed."""
+    if not errors:
+        return "llama.cpp could not load it"
+    cause = errors[0]
+    return cause.split(": ", 1)[1] if ": " in cause else cause

