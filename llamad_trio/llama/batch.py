@@ -54,7 +54,7 @@ class Batch:
         Returns:
             The row of the last token.
         """
-        start = self._batch.n_tokens
+        start: int = self._batch.n_tokens
         end = start + len(tokens)
         self._token[start:end] = tokens
         self._pos[start:end] = range(pos, pos + len(tokens))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import ModelLoadError, SessionFatal
+from llamad_trio.core.errors import ModelLoadError, SessionFatal, UnsupportedFeature
 from llamad_trio.llama import backend
 from llamad_trio.llama.batch import Batch
 from llamad_trio.llama.model import Model
@@ -54,6 +54,7 @@ class Context:
 
     Raises:
         ModelLoadError: out of memory, or a combination llama.cpp refuses.
+        UnsupportedFeature: the model has no memory to continue a text with.
     """
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
@@ -85,6 +86,9 @@ class Context:
         self.pointer = pointer
         self.batch = Batch(config.n_batch)
         self._memory = lib.llama_get_memory(pointer)
+        if not self._memory:  # what an encoder lacks, whatever it says of itself
+            lib.llama_free(pointer)
+            raise UnsupportedFeature("generation", f"{model.path.name} is an encoder model")
         self._n_vocab = model.n_vocab
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as lib
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
-from llamad_trio.llama import backend
+from llamad_trio.llama import backend, gguf
 
 __all__ = ["Model"]
 
@@ -44,6 +44,7 @@ class Model:
         self, path: Path, config: EngineConfig, on_progress: Callable[[float], bool]
     ) -> None:
         _check_file(path)
+        gguf.refuse_deadly(path)
         backend.start()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = config.n_gpu_layers
@@ -86,8 +87,7 @@ class Model:
     def require_generation(self) -> None:
         """Raise `UnsupportedFeature` for a model that cannot continue a text."""
         if lib.llama_model_has_encoder(self.pointer):
-            kind = "encoder-decoder" if lib.llama_model_has_decoder(self.pointer) else "encoder"
-            raise UnsupportedFeature("generation", f"{self.path.name} is an {kind} model")
+            raise UnsupportedFeature("generation", f"{self.path.name} is an encoder-decoder model")
         if lib.llama_model_is_diffusion(self.pointer):
             raise UnsupportedFeature("generation", f"{self.path.name} is a diffusion model")
         if not self.metadata("general.architecture") or lib.llama_vocab_type(self._vocab) == 0:

@@ -1,0 +1,106 @@
+"""The scripted model: real actors and scheduler, no GGUF, no waiting."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from llamad_trio import InferenceError, ProtocolError, SessionFatal
+from llamad_trio.testing import ScriptedModel, open_scripted_engine
+
+
+async def test_replies_by_text_part_and_function(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_scripted_engine("hello") as eng:
+        assert await eng.complete_text("anything") == "hello"
+    async with open_scripted_engine({"2+2": "4", "2+2+2": "6"}) as eng:
+        assert await eng.complete_text("What is 2+2?") == "4"
+        assert await eng.complete_text("What is 2+2+2?") == "6"
+    async with open_scripted_engine(lambda prompt: prompt.upper()) as eng:
+        assert await eng.complete_text("abc", raw=True) == "ABC"
+
+
+async def test_time_passes_on_trios_clock_only(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel("x" * 59, decode_s=1.0)
+    async with open_scripted_engine(model) as eng:
+        start = trio.current_time()
+        completion = await eng.complete("p", raw=True)
+        assert trio.current_time() - start == pytest.approx(60.0)
+        assert completion.duration_s == pytest.approx(60.0)
+        assert completion.ttft_s == pytest.approx(1.0)
+
+
+async def test_a_failing_request_fails_alone(autojump_clock: trio.testing.MockClock) -> None:
+    replies = {"good": "fine", "bad": ValueError("scripted")}
+    async with open_scripted_engine(replies) as eng:
+        results: list[str] = []
+
+        async def good() -> None:
+            results.append(await eng.complete_text("good"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(good)
+            with pytest.raises(InferenceError, match="ValueError: scripted"):
+                await eng.complete("bad")
+        with pytest.raises(InferenceError, match="no reply is scripted"):
+            await eng.complete("neither")
+        assert results == ["fine"]
+        assert eng.stats().requests == {"completed": 1, "failed": 2, "cancelled": 0}
+
+
+async def test_a_failed_step_and_a_crash(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel("hello")
+    with pytest.raises(SessionFatal, match="scripted crash"):
+        async with open_scripted_engine(model) as eng:
+            model.fail_next_step("no luck")
+            with pytest.raises(InferenceError, match="no luck"):
+                await eng.complete("a")
+            assert await eng.complete_text("a") == "hello"
+            model.crash_next_step()
+            with pytest.raises(SessionFatal):
+                await eng.complete("a")
+            await trio.sleep_forever()
+
+
+async def test_a_cancel_aborts_the_step_and_frees_the_slot(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("hello", decode_s=100.0)
+    async with open_scripted_engine(model, n_slots=1) as eng:
+        with trio.move_on_after(250.0) as scope:
+            await eng.complete("a")
+        assert scope.cancelled_caught
+        assert trio.current_time() - scope.deadline < 1.0
+        assert await eng.complete_text("a") == "hello"
+        stats = eng.stats()
+        assert stats.requests == {"completed": 1, "failed": 0, "cancelled": 1}
+        assert stats.aborted_steps == 1
+        assert stats.slots["free"] == 1
+
+
+async def test_preempted_and_slow_requests_keep_their_text(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel(lambda prompt: prompt * 3, decode_s=0.1)
+    texts: dict[str, str] = {}
+    async with open_scripted_engine(model, n_slots=3, n_ctx=120) as eng:
+
+        async def one(prompt: str) -> None:
+            async with eng.stream(prompt, raw=True) as stream:
+                async for _ in stream:
+                    await trio.sleep(0.3)
+                texts[prompt] = stream.text
+
+        prompts = [letter * 20 for letter in "abcdef"]
+        async with trio.open_nursery() as nursery:
+            for prompt in prompts:
+                nursery.start_soon(one, prompt)
+        assert eng.stats().preemptions > 0
+    assert texts == {prompt: prompt * 3 for prompt in prompts}
+
+
+async def test_a_model_without_template_wants_raw(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_scripted_engine(ScriptedModel("x", chat_template=None)) as eng:
+        with pytest.raises(ProtocolError, match="raw=True"):
+            await eng.complete("a")
+        assert await eng.complete_text("a", raw=True) == "x"
