@@ -25,7 +25,6 @@ from llamad_trio.core.request import Request
 from llamad_trio.core.runtime import LaneLike, Runtime
 from llamad_trio.core.scheduler import Scheduler
 from llamad_trio.info import EngineStats, ModelInfo
-from llamad_trio.manifest import resolve_model
 from llamad_trio.stream import TokenStream
 
 __all__ = ["Engine", "open_engine", "run_engine"]
@@ -84,7 +83,7 @@ class Engine:
         that need the model come out of the stream.
         """
         async with self._submitted(request, fields, streams=True) as ticket:
-            yield TokenStream(ticket)
+            yield TokenStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
 
     # -- text and tokens --------------------------------------------------------------------
 
@@ -119,7 +118,8 @@ class Engine:
             ProtocolError: the text cannot be encoded.
         """
         checked = Request(text, raw=True).prompt
-        assert isinstance(checked, str)
+        if not isinstance(checked, str):
+            raise ProtocolError(f"text must be text, not {type(text).__name__}")
         return await self._ask(
             lambda: self._runtime.tokenize(checked, add_special=False, parse_special=special),
             len(checked),
@@ -132,7 +132,8 @@ class Engine:
             ProtocolError: an id is outside the vocabulary.
         """
         asked = Request(tokens)
-        assert not isinstance(asked.prompt, str)
+        if isinstance(asked.prompt, str):
+            raise ProtocolError("tokens must be token ids, not text")
         return await self._ask(lambda: self._preprocessor.render(asked), asked.n_chars)
 
     # -- looking around ---------------------------------------------------------------------
@@ -150,6 +151,7 @@ class Engine:
             n_vocab=facts.n_vocab,
             n_ctx_train=facts.n_ctx_train,
             has_template=facts.chat_template is not None,
+            chat_template=facts.chat_template,
             can_rewind=facts.can_rewind,
             identity=facts.identity,
         )
@@ -274,11 +276,10 @@ async def open_engine(
         ProtocolError: a setting of the wrong type, or an unknown one.
     """
     config = _configure(config, overrides)
-    path = resolve_model(model)
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
     async with (
         lane.hosted(),
-        loaded_runtime(path, config, lane, on_load) as runtime,
+        loaded_runtime(model, config, lane, on_load) as runtime,
         run_engine(runtime, runtime.config, lane) as engine,
     ):
         yield engine

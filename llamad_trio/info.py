@@ -22,6 +22,7 @@ class ModelInfo:
         n_vocab: tokens in the vocabulary.
         n_ctx_train: tokens of context the model was trained for.
         has_template: whether it brings a chat template.
+        chat_template: that template (Jinja).
         can_rewind: whether its memory can go back to an earlier token.  Where it cannot
             (recurrent and hybrid models), nothing is reused between requests.
         identity: digest of everything that decides what its KV cache means.
@@ -35,6 +36,7 @@ class ModelInfo:
     n_vocab: int
     n_ctx_train: int
     has_template: bool
+    chat_template: str | None
     can_rewind: bool
     identity: str
 

@@ -26,7 +26,7 @@ import zlib
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal, Self, cast
 
 import attrs
 
@@ -44,7 +44,7 @@ from llamad_trio.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
 __all__ = ["DigestError", "PullError", "PullProgress", "pull"]
@@ -141,7 +141,7 @@ class _Reporter:
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
+def _locked(path: Path, on_wait: Callable[[], None]) -> Generator[int]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -290,7 +290,7 @@ class _Pull:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
-            stated = huggingface_hub.get_hf_file_metadata(
+            stated = huggingface_hub.get_hf_file_metadata(  # pyright: ignore[reportUnknownMemberType]
                 huggingface_hub.hf_hub_url(source.repo, source.file, revision=source.revision)
             )
         except OfflineModeIsEnabled:
@@ -303,7 +303,10 @@ class _Pull:
             self._keep_receipt(expected)
             return
         self.report("download", 0, expected.size_bytes)
-        download: Callable[..., str] = huggingface_hub.hf_hub_download
+        download = cast(
+            "Callable[..., str]",
+            huggingface_hub.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
+        )
         options: dict[str, object] = {}
         # Progress of a single file is newer than the oldest hub client we work with.
         if "tqdm_class" in inspect.signature(download).parameters:
@@ -320,6 +323,7 @@ class _Pull:
             )
         except Exception as error:
             raise PullError(self.model.name, _hub_reason(source, error)) from error
+        self.report("download", expected.size_bytes, expected.size_bytes)
         self._install(fetched, expected, self._read(fetched, expected.size_bytes))
 
     def _from_hub_cache(self, source: HubSource) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from llamad_trio.actors.ticket import Ticket
@@ -17,8 +19,9 @@ class TokenStream(trio.abc.ReceiveChannel[str]):
     a stop sequence.  A reader that falls behind pauses its own slot and no other.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
         self._ticket = ticket
+        self._withdraw = withdraw
         self._pieces: list[str] = []
 
     @property
@@ -62,5 +65,6 @@ class TokenStream(trio.abc.ReceiveChannel[str]):
 
     async def aclose(self) -> None:
         """Stop reading; a request that is still running is cancelled.  A checkpoint."""
+        self._withdraw()
         self._ticket.close()
         await trio.lowlevel.checkpoint()

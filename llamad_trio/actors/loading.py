@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import trio
@@ -12,6 +12,7 @@ import trio
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.runtime import LaneLike
 from llamad_trio.cores import physical_cores
+from llamad_trio.manifest import resolve_model
 
 if TYPE_CHECKING:
     from llamad_trio.llama.runtime import LlamaRuntime
@@ -24,7 +25,10 @@ PROGRESS_STEP = 0.01
 
 @asynccontextmanager
 async def loaded_runtime(
-    path: Path, config: EngineConfig, lane: LaneLike, on_load: Callable[[float], object] | None
+    model: str | PathLike[str],
+    config: EngineConfig,
+    lane: LaneLike,
+    on_load: Callable[[float], object] | None,
 ) -> AsyncIterator[LlamaRuntime]:
     """A loaded, warmed-up model, freed when the block ends.
 
@@ -33,7 +37,7 @@ async def loaded_runtime(
     """
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
-    runtime = await trio.to_thread.run_sync(_load, path, config, on_load, limiter=limiter)
+    runtime = await trio.to_thread.run_sync(_load, model, config, on_load, limiter=limiter)
     try:
         await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield runtime
@@ -43,7 +47,7 @@ async def loaded_runtime(
 
 
 def _load(
-    path: Path, config: EngineConfig, on_load: Callable[[float], object] | None
+    model: str | PathLike[str], config: EngineConfig, on_load: Callable[[float], object] | None
 ) -> LlamaRuntime:
     """On a worker thread."""
     # Importing llama.cpp takes half a second: here, where it blocks nobody.
@@ -67,7 +71,7 @@ def _load(
         return True
 
     try:
-        return LlamaRuntime(path, config, physical_cores(), on_progress)
+        return LlamaRuntime(resolve_model(model), config, physical_cores(), on_progress)
     except Exception:
         if stopped_by is not None:
             raise stopped_by from None

@@ -8,7 +8,7 @@ abandons: the model outlives it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import outcome
@@ -45,7 +45,7 @@ class Query:
         self.function = function
         self.n_chars = n_chars
         self.result: outcome.Outcome[Any] = outcome.Error(EngineClosed())
-        self.answered = trio.Event()
+        self.answered: trio.Event = trio.Event()
 
     async def answer(self) -> Any:
         """Wait for the result of the function, or its error.  A checkpoint."""
@@ -96,8 +96,13 @@ class Preprocessor:
     # -- what queries ask -------------------------------------------------------------------
 
     def render(self, request: Request) -> str:
-        """The prompt as text, as it will be tokenised."""
+        """The prompt as text, as it will be tokenised.
+
+        Raises:
+            ProtocolError: an id outside the vocabulary, no template.
+        """
         if not isinstance(request.prompt, str):
+            self._check_vocabulary(request.prompt)
             return self._runtime.detokenize(request.prompt)
         if request.raw:
             return request.prompt
@@ -116,10 +121,8 @@ class Preprocessor:
         """
         facts = self._runtime.facts
         if not isinstance(request.prompt, str):
+            self._check_vocabulary(request.prompt)
             tokens = list(request.prompt)
-            for token in tokens:
-                if not 0 <= token < facts.n_vocab:
-                    raise ProtocolError(f"token {token} is not in the vocabulary")
         else:
             text = self.render(request)
             if facts.max_bytes_per_token:
@@ -159,6 +162,12 @@ class Preprocessor:
             stop=request.stop,
             streams=ticket.streams,
         )
+
+    def _check_vocabulary(self, tokens: Sequence[int]) -> None:
+        # llama.cpp ends the process over an id it does not know.
+        for token in tokens:
+            if not 0 <= token < self._runtime.facts.n_vocab:
+                raise ProtocolError(f"token {token} is not in the vocabulary")
 
     def _check_length(self, n_tokens: int) -> None:
         budget = self._n_ctx - 1  # at least one token must be left for the reply

@@ -34,7 +34,7 @@ from llamad_trio.manifest import (
 from llamad_trio.pull import PullProgress, pull
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
     from pathlib import Path
 
 __all__ = ["ensure_model", "models_command", "pull_command"]
@@ -140,7 +140,7 @@ class _Bar:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[_Bar]:
+def _progress_bar() -> Generator[_Bar]:
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),

@@ -23,7 +23,7 @@ from llamad_trio.core.runtime import LaneLike
 
 __all__ = ["EngineConfig", "KVType", "SplitMode"]
 
-logger = logging.getLogger("llamad_trio")
+logger: logging.Logger = logging.getLogger("llamad_trio")
 
 DEFAULT_N_CTX = 4096
 MAX_N_CTX = 1_048_576

@@ -49,12 +49,15 @@ class Runtime(Protocol):
     @property
     def facts(self) -> ModelFacts:
         """What the model says of itself."""
+        ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Text to tokens.  From any thread, also while a step runs."""
+        ...
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Tokens to text.  From any thread, also while a step runs."""
+        ...
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step, blocking.  Only on the lane.
@@ -62,12 +65,15 @@ class Runtime(Protocol):
         Raises:
             SessionFatal: the KV pool no longer matches the plan's books.
         """
+        ...
 
     def request_abort(self) -> None:
         """Make the running step end soon.  From any thread."""
+        ...
 
     def clear_abort(self) -> None:
         """Let steps run again.  While none runs."""
+        ...
 
 
 @runtime_checkable
@@ -76,6 +82,7 @@ class LaneLike(Protocol):
 
     def hosted(self) -> AbstractAsyncContextManager[None]:
         """Keep the lane alive inside the block."""
+        ...
 
     async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
         """Run `job` on the lane.
@@ -83,3 +90,4 @@ class LaneLike(Protocol):
         When cancelled, calls `abort` once if the job has begun, waits for it to end, and
         raises `Cancelled`; a job that has not begun never will.
         """
+        ...

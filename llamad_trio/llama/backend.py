@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as lib
 
 __all__ = ["captured_errors", "start"]
 
-logger = logging.getLogger("llamad_trio.llama_cpp")
+logger: logging.Logger = logging.getLogger("llamad_trio.llama_cpp")
 
 # ggml.h: enum ggml_log_level.  llama.cpp tells the story of a load at INFO, in hundreds
 # of lines, which is DEBUG to the application around it.

@@ -84,7 +84,7 @@ class Context:
             reason = errors[0] if errors else "llama.cpp could not make a context"
             raise ModelLoadError(str(model.path), reason)
         self.pointer = pointer
-        self.batch = Batch(config.n_batch)
+        self.batch: Batch = Batch(config.n_batch)
         self._memory = lib.llama_get_memory(pointer)
         if not self._memory:  # what an encoder lacks, whatever it says of itself
             lib.llama_free(pointer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import stat
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +69,7 @@ class Model:
 
         params.progress_callback = report
         with backend.captured_errors() as errors:
-            pointer = lib.llama_model_load_from_file(str(path).encode(), params)
+            pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
             reason = "cancelled" if stopped else _reason(errors)
             raise ModelLoadError(str(path), reason)
@@ -232,6 +234,9 @@ def _check_file(path: Path) -> None:
     if path.is_dir():
         raise ModelLoadError(str(path), "is a directory")
     try:
+        # Opening a pipe would wait for somebody to write to it.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelLoadError(str(path), "is not a regular file")
         with path.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 
+import attrs
 import llama_cpp.llama_cpp as lib
 import numpy as np
 
@@ -45,30 +45,28 @@ class LlamaRuntime:
         on_progress: Callable[[float], bool],
     ) -> None:
         with contextlib.ExitStack() as undo:
-            self._model = Model(path, config, on_progress)
-            undo.callback(self._model.close)
-            self._model.require_generation()
-            self.config = config.resolve(
-                n_ctx_train=self._model.n_ctx_train,
+            self.model: Model = Model(path, config, on_progress)
+            undo.callback(self.model.close)
+            self.model.require_generation()
+            self.config: EngineConfig = config.resolve(
+                n_ctx_train=self.model.n_ctx_train,
                 n_cores=n_cores,
                 max_slots=lib.llama_max_parallel_sequences(),
             )
-            self._context = Context(self._model, self.config)
+            self._context = Context(self.model, self.config)
+            undo.callback(self._context.close)
+            self.facts: ModelFacts = self._read_facts()
             undo.pop_all()
         self._samplers: dict[int, Sampler] = {}
-        self._can_rewind = False
 
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """What the model says of itself.  Complete after `warm_up`."""
-        model, config = self._model, self.config
-        stat = model.path.stat()
+    def _read_facts(self) -> ModelFacts:
+        model, config = self.model, self.config
         return ModelFacts(
             architecture=model.metadata("general.architecture") or "unknown",
             name=model.metadata("general.name"),
             description=model.description,
             n_params=model.n_params,
-            file_bytes=stat.st_size,
+            file_bytes=model.path.stat().st_size,
             n_vocab=model.n_vocab,
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template,
@@ -76,7 +74,7 @@ class LlamaRuntime:
             eos_text=model.eos_text,
             adds_bos=model.adds_bos,
             max_bytes_per_token=model.max_bytes_per_token,
-            can_rewind=self._can_rewind,
+            can_rewind=False,  # until the warm-up has shown it
             identity=identity_digest(
                 {
                     "model": model.digest,
@@ -95,11 +93,11 @@ class LlamaRuntime:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """See `Model.tokenize`."""
-        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+        return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """See `Model.detokenize`."""
-        return self._model.detokenize(tokens)
+        return self.model.detokenize(tokens)
 
     # -- steps: from the lane's thread ------------------------------------------------------
 
@@ -114,8 +112,8 @@ class LlamaRuntime:
         context.batch.add([0, 0], pos=0, seq=0, output=True)
         code = context.batch.decode(context.pointer)
         if code != 0:
-            raise ModelLoadError(str(self._model.path), f"the first step failed with code {code}")
-        self._can_rewind = context.trim(0, 1)
+            raise ModelLoadError(str(self.model.path), f"the first step failed with code {code}")
+        self.facts = attrs.evolve(self.facts, can_rewind=context.trim(0, 1))
         context.clear()
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -130,7 +128,7 @@ class LlamaRuntime:
         for request_id in plan.old_samplers:
             self._samplers.pop(request_id).close()
         for spec in plan.new_samplers:
-            self._samplers[spec.request_id] = Sampler(spec.params, self._model.n_vocab, spec.seen)
+            self._samplers[spec.request_id] = Sampler(spec.params, self.model.n_vocab, spec.seen)
         for trim in plan.trims:
             context.trim_or_clear(trim.seq, trim.keep)
         batch.clear()
@@ -165,7 +163,7 @@ class LlamaRuntime:
             sampler.close()
         self._samplers.clear()
         self._context.close()
-        self._model.close()
+        self.model.close()
 
     def _sample(
         self, outputs: Sequence[tuple[Work, int]]
@@ -183,7 +181,7 @@ class LlamaRuntime:
             sampler = self._samplers[work.request_id]
             token = sampler.sample(self._context.pointer, row, row_logits)
             sampled[work.request_id] = Sampled(
-                token, self._model.piece(token), self._model.ends_generation(token)
+                token, self.model.piece(token), self.model.ends_generation(token)
             )
         return sampled, failures
 

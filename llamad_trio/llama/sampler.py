@@ -66,7 +66,6 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int, seen: Sequence[int]) -> None:
-        self.greedy = params.greedy
         self._chain = None
         self._penalties = None
         if params.greedy:

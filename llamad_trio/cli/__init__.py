@@ -1,0 +1,61 @@
+"""The `llamad-trio` command line.  Uses the public API only.
+
+Errors are one line on stderr with exit status 1 (2 for usage); Ctrl-C is 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from llamad_trio.cli.bench import bench_command
+from llamad_trio.cli.complete import complete_command
+from llamad_trio.cli.inspect import inspect_command
+from llamad_trio.cli.pull import models_command, pull_command
+
+__all__ = ["main"]
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="llamad-trio")
+def command_line() -> None:
+    """GGUF models in your terminal, on llama.cpp and Trio."""
+
+
+command_line.add_command(complete_command)
+command_line.add_command(pull_command)
+command_line.add_command(models_command)
+command_line.add_command(inspect_command)
+command_line.add_command(bench_command)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        command_line(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has gone, as in `... | head`.  Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:  # whatever it is, a command line answers in one line
+        if os.environ.get("LLAMAD_DEBUG"):
+            raise
+        click.echo(f"error: {_one_line(error)}", err=True)
+        sys.exit(1)
+    sys.exit(0)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "failed"
+    known = isinstance(error, OSError) or type(error).__module__.startswith("llamad_trio.")
+    return text if known else f"{type(error).__name__}: {text}"

@@ -1,0 +1,91 @@
+"""`bench`: the engine's speed against a plain llama.cpp loop."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llamad_trio.cli.pull import ensure_model
+from llamad_trio.manifest import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from llamad_trio.bench import BenchReport
+
+__all__ = ["bench_command"]
+
+
+@click.command("bench")
+@click.argument("model", default=DEFAULT_MODEL)
+@click.option("--concurrency", "-c", multiple=True, type=click.IntRange(1, 64), default=(1, 4, 8))
+@click.option("--prompt-tokens", type=click.IntRange(8, 4096), default=128, show_default=True)
+@click.option("--tokens", type=click.IntRange(8, 4096), default=96, show_default=True)
+@click.option("--pairs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 256), help="Default: the physical cores.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def bench_command(
+    model: str,
+    concurrency: tuple[int, ...],
+    prompt_tokens: int,
+    tokens: int,
+    pairs: int,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Measure MODEL through the engine and in a plain llama.cpp loop, in turns.
+
+    The ratios are what counts: both sides of one are measured in the same run.
+    """
+    import attrs
+    import trio
+
+    from llamad_trio.bench import run_bench
+
+    overrides: dict[str, Any] = {} if threads is None else {"n_threads": threads}
+    report = trio.run(
+        partial(
+            run_bench,
+            ensure_model(model),
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+            n_tokens=tokens,
+            pairs=pairs,
+            on_progress=lambda what: click.echo(f"measuring {what}", err=True),
+            **overrides,
+        )
+    )
+    if as_json:
+        click.echo(json.dumps(attrs.asdict(report), indent=2))
+    else:
+        _print_table(report)
+
+
+def _print_table(report: BenchReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report.description}, {report.n_threads} threads, {report.prompt_tokens} prompt "
+        f"+ {report.n_tokens} tokens, medians of {report.pairs} pairs"
+    )
+    table.add_column("at once", justify="right")
+    for what in ("decode tok/s", "prefill tok/s", "TTFT s"):
+        table.add_column(what, justify="right")
+        table.add_column("raw", justify="right")
+        if what != "TTFT s":
+            table.add_column("ratio", justify="right")
+    for row in report.rows:
+        table.add_row(
+            str(row.concurrency),
+            f"{row.decode_tps:.1f}",
+            f"{row.raw_decode_tps:.1f}",
+            f"{row.decode_ratio:.3f}",
+            f"{row.prefill_tps:.0f}",
+            f"{row.raw_prefill_tps:.0f}",
+            f"{row.prefill_ratio:.3f}",
+            f"{row.ttft_s:.3f}",
+            f"{row.raw_ttft_s:.3f}",
+        )
+    Console().print(table)

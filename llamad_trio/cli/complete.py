@@ -1,0 +1,88 @@
+"""`complete`: one completion, streamed to stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from llamad_trio.cli.pull import ensure_model
+from llamad_trio.manifest import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from llamad_trio import Completion, EngineStats, Request
+
+__all__ = ["complete_command", "model_option"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+model_option: Callable[[Command], Command] = click.option(
+    "--model", "-m", default=DEFAULT_MODEL, show_default=True, help="A known model, or a GGUF file."
+)
+
+
+@click.command("complete")
+@click.argument("prompt", required=False)
+@model_option
+@click.option("--system", "-s", help="A system message.")
+@click.option("--max-tokens", "-n", type=int, help="Most tokens to generate.")
+@click.option("--temperature", "-t", type=float, help="0 is greedy.")
+@click.option("--top-k", type=int, help="Keep the k likeliest tokens.")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
+@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.")
+@click.option("--repeat-penalty", type=float, help="1 is off.")
+@click.option("--repeat-last-n", type=int, help="Tokens the penalties look back on; -1 is all.")
+@click.option("--presence-penalty", type=float)
+@click.option("--frequency-penalty", type=float)
+@click.option("--seed", type=int, help="Same seed, same text.")
+@click.option("--stop", multiple=True, help="Text that ends the generation; may be repeated.")
+@click.option("--raw", is_flag=True, help="Use the prompt as it is, without a chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole completion as JSON.")
+@click.option("--stats", is_flag=True, help="Print speeds to stderr.")
+def complete_command(
+    prompt: str | None, model: str, as_json: bool, stats: bool, **fields: Any
+) -> None:
+    """Complete PROMPT, or what comes through stdin, and print the text as it is generated."""
+    import trio
+
+    from llamad_trio import Request
+
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise click.UsageError("give a PROMPT, or pipe one in")
+        prompt = sys.stdin.buffer.read().decode()
+    given = {name: value for name, value in fields.items() if value is not None}
+    request = Request(prompt, **given)
+    trio.run(_complete, ensure_model(model), request, as_json, stats)
+
+
+async def _complete(model: Any, request: Request, as_json: bool, stats: bool) -> None:
+    import attrs
+
+    from llamad_trio import open_engine
+
+    async with open_engine(model, n_slots=1) as eng:
+        if as_json:
+            completion = await eng.complete(request)
+            click.echo(json.dumps(attrs.asdict(completion), ensure_ascii=False))
+        else:
+            async with eng.stream(request) as tokens:
+                async for piece in tokens:
+                    click.echo(piece, nl=False)
+                completion = await tokens.result()
+            click.echo()
+        if stats:
+            click.echo(_speeds(completion, eng.stats()), err=True)
+
+
+def _speeds(completion: Completion, stats: EngineStats) -> str:
+    return (
+        f"{completion.prompt_tokens} prompt tokens "
+        f"({stats.prefill_tokens / max(stats.prefill_s, 1e-9):.0f}/s), "
+        f"{completion.generated_tokens} generated "
+        f"({stats.decode_tokens / max(stats.decode_s, 1e-9):.0f}/s), "
+        f"first after {completion.ttft_s:.3f} s, {completion.finish_reason}"
+    )

@@ -1,0 +1,75 @@
+"""The yardstick: llama.cpp in a plain loop, nothing around it.
+
+One thread, one context, greedy, no scheduler, no streams, no text.  What an engine
+loses against this is what it costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import attrs
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.llama.context import Context
+from llamad_trio.llama.runtime import LlamaRuntime
+
+__all__ = ["RawLoop", "RawSpeed"]
+
+
+@attrs.frozen
+class RawSpeed:
+    """Seconds for the whole prompts, and for the steps after them."""
+
+    prefill_s: float
+    decode_s: float
+    n_decoded: int
+
+
+class RawLoop:
+    """A second context on the same weights.
+
+    Args:
+        runtime: the model.
+        config: resolved; the context is made alike.
+    """
+
+    def __init__(self, runtime: LlamaRuntime, config: EngineConfig) -> None:
+        self._n_batch = config.n_batch
+        self._model = runtime.model
+        self._context = Context(runtime.model, config)
+
+    def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+        """Prefill each prompt, then decode all of them together for `n_tokens` steps.
+
+        Blocks.  Only on the thread that computes for the model.
+        """
+        context, batch = self._context, self._context.batch
+        context.clear()
+        start = time.perf_counter()
+        newest = [self._prefill(seq, prompt) for seq, prompt in enumerate(prompts)]
+        prefilled = time.perf_counter()
+        for step in range(n_tokens):
+            batch.clear()
+            for seq, token in enumerate(newest):
+                batch.add([token], pos=len(prompts[seq]) + step, seq=seq, output=True)
+            batch.decode(context.pointer)
+            newest = [int(row.argmax()) for row in context.logits(len(prompts))]
+            for token in newest:
+                self._model.piece(token)
+        end = time.perf_counter()
+        return RawSpeed(prefilled - start, end - prefilled, n_tokens * len(prompts))
+
+    def close(self) -> None:
+        """Free the context."""
+        self._context.close()
+
+    def _prefill(self, seq: int, prompt: Sequence[int]) -> int:
+        context, batch = self._context, self._context.batch
+        for pos in range(0, len(prompt), self._n_batch):
+            chunk = prompt[pos : pos + self._n_batch]
+            batch.clear()
+            batch.add(chunk, pos=pos, seq=seq, output=pos + len(chunk) == len(prompt))
+            batch.decode(context.pointer)
+        return int(context.logits(1)[0].argmax())

@@ -1,0 +1,232 @@
+"""A model of llama.cpp for the scheduler: a unified KV pool, samplers, and a text to generate.
+
+It executes step plans exactly, and refuses every plan that the real thing would choke on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import attrs
+
+from llamad_trio.core.plan import (
+    Prepared,
+    Sampled,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
+from tests.core.oracles import decoded, first_stop
+
+END = 0
+"""The token that ends a generation."""
+
+_E_ACUTE = "é".encode()
+_SMILE = "🙂".encode()
+
+PIECES = [
+    b"</s>",
+    b"a",
+    b"b",
+    b"ab",
+    b"st",
+    b"op",
+    b"\n",
+    _E_ACUTE[:1],
+    _E_ACUTE[1:],
+    _SMILE[:2],
+    _SMILE[2:],
+    b"",
+    b"\xff",
+]
+"""Bytes of each token: whole words, halves of characters, none, and no UTF-8 at all."""
+
+_OTHER_HALF = {7: 8, 9: 10}
+
+
+class FakeModel(Protocol):
+    """The next token, as a pure function of everything that may decide it."""
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        """The token after `history` from a sampler that has drawn `n_drawn` before."""
+
+
+class HashModel:
+    """Pseudo-random text that depends on every token, the seed and the sampler's state."""
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        digest = zlib.crc32(bytes(history), seed) ^ (n_drawn * 0x9E3779B1 & 0xFFFFFFFF)
+        choice = digest * 2654435761 >> 9
+        if history[-1] in _OTHER_HALF and choice % 4:
+            token = _OTHER_HALF[history[-1]]
+        else:
+            token = END if choice % 41 == 0 else 1 + choice // 41 % (len(PIECES) - 1)
+        return Sampled(token, PIECES[token], token == END)
+
+
+class EndlessModel:
+    """Never ends of its own accord; its text tells the position, so a slip shows."""
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        token = 1 + (sum(history) + len(history) + seed + n_drawn) % 3
+        return Sampled(token, PIECES[token], ends=False)
+
+
+@attrs.frozen
+class ScriptModel:
+    """Says `pieces`, one a token, then ends."""
+
+    pieces: Sequence[bytes]
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        if n_drawn < len(self.pieces):
+            return Sampled(1, self.pieces[n_drawn], ends=False)
+        return Sampled(END, PIECES[END], ends=True)
+
+
+@attrs.frozen
+class LoneRun:
+    """How a request ends that has the whole engine to itself."""
+
+    text: str
+    generated_tokens: int
+    finish_reason: str
+    stop_sequence: str | None
+
+
+def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
+    """Generate without slots, batches, caches and streams."""
+    history, raw = list(prepared.tokens), b""
+    for n_drawn in range(prepared.max_tokens):
+        sampled = model.next(history, seed=prepared.sampling.seed, n_drawn=n_drawn)
+        history.append(sampled.token)
+        raw += b"" if sampled.ends else sampled.piece
+        over = sampled.ends or n_drawn + 1 == prepared.max_tokens
+        text = decoded(raw, final=over)
+        if stop := first_stop(text, prepared.stop):
+            return LoneRun(text[: stop[0]], n_drawn + 1, "stop", stop[1])
+        if over:
+            break
+    return LoneRun(text, n_drawn + 1, "stop" if sampled.ends else "length", None)
+
+
+@attrs.define
+class _Sampler:
+    seed: int
+    n_drawn: int = 0
+
+
+@attrs.define(kw_only=True)
+class FakeMemory:
+    """The KV pool of one context, and the samplers beside it.
+
+    Args:
+        n_ctx: what the scheduler was told.
+        n_cells: what is really there.
+        can_rewind: whether a sequence can lose its tail; if not, only all of it.
+    """
+
+    model: FakeModel
+    n_slots: int
+    n_ctx: int
+    n_cells: int
+    n_batch: int
+    can_rewind: bool
+    sequences: dict[int, list[int]] = attrs.field(factory=dict)
+    samplers: dict[int, _Sampler] = attrs.field(factory=dict)
+    closed_samplers: set[int] = attrs.field(factory=set)
+
+    def __attrs_post_init__(self) -> None:
+        self.sequences = {seq: [] for seq in range(self.n_slots)}
+
+    @property
+    def used(self) -> int:
+        """Cells in use."""
+        return sum(map(len, self.sequences.values()))
+
+    def run(
+        self,
+        plan: StepPlan,
+        *,
+        status: StepStatus = StepStatus.DONE,
+        failing: Collection[int] = (),
+        elapsed_s: float = 0.01,
+    ) -> StepResult:
+        """Execute `plan`, which ends with `status`, or with `NO_ROOM` when cells are short.
+
+        The requests in `failing` get no token.
+        """
+        self._switch_samplers(plan)
+        for trim in plan.trims:
+            self.trim(trim.seq, trim.keep)
+        self._check(plan)
+        if self.used + plan.n_tokens > self.n_cells:
+            status = StepStatus.NO_ROOM
+        match status:
+            case StepStatus.DONE:
+                return self._compute(plan, failing, elapsed_s)
+            case StepStatus.FAILED:
+                for work in plan.work:
+                    self.sequences[work.seq].clear()
+                return StepResult(status=status, reason="the backend failed")
+            case _:
+                return StepResult(status=status, cleared=self._roll_back(plan))
+
+    def trim(self, seq: int, keep: int) -> None:
+        """Drop all but the first `keep` tokens."""
+        tokens = self.sequences[seq]
+        assert 0 <= keep <= len(tokens), f"trim to {keep} of {len(tokens)} tokens"
+        assert keep == 0 or self.can_rewind, "this memory cannot rewind"
+        del tokens[keep:]
+
+    def _switch_samplers(self, plan: StepPlan) -> None:
+        for request_id in plan.old_samplers:
+            del self.samplers[request_id]  # a KeyError when it is not open
+            self.closed_samplers.add(request_id)
+        for spec in plan.new_samplers:
+            assert spec.request_id not in self.samplers, "opened twice"
+            assert spec.request_id not in self.closed_samplers, "opened again"
+            self.samplers[spec.request_id] = _Sampler(spec.params.seed)
+
+    def _check(self, plan: StepPlan) -> None:
+        assert plan.work, "an empty batch"
+        assert plan.n_tokens <= self.n_batch, "more than a batch holds"
+        assert self.used + plan.n_tokens <= self.n_ctx, "more than the pool holds"
+        assert len({work.seq for work in plan.work}) == len(plan.work), "a sequence twice"
+        for work in plan.work:
+            assert work.tokens, "no tokens"
+            assert work.pos == len(self.sequences[work.seq]), "a gap or an overlap"
+
+    def _compute(
+        self, plan: StepPlan, failing: Collection[int], elapsed_s: float
+    ) -> StepResult:
+        sampled: dict[int, Sampled] = {}
+        failures: dict[int, str] = {}
+        for work in plan.work:
+            self.sequences[work.seq] += work.tokens
+            if work.sample and work.request_id in failing:
+                failures[work.request_id] = "not a number"
+            elif work.sample:
+                sampled[work.request_id] = self._sample(work)
+        return StepResult(
+            status=StepStatus.DONE, sampled=sampled, failures=failures, elapsed_s=elapsed_s
+        )
+
+    def _sample(self, work: Work) -> Sampled:
+        sampler = self.samplers[work.request_id]
+        history = self.sequences[work.seq]
+        sampled = self.model.next(history, seed=sampler.seed, n_drawn=sampler.n_drawn)
+        sampler.n_drawn += 1
+        return sampled
+
+    def _roll_back(self, plan: StepPlan) -> frozenset[int]:
+        """Undo the batch; return the sequences that lost everything by it."""
+        if self.can_rewind:
+            return frozenset()
+        lost = frozenset(work.seq for work in plan.work if work.pos > 0)
+        for seq in lost:
+            self.sequences[seq].clear()
+        return lost

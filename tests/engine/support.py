@@ -1,0 +1,129 @@
+"""What the tests of the engine share."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+import llamad_trio
+from llamad_trio import EngineConfig
+from llamad_trio.llama.runtime import LlamaRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    import pytest
+
+    from llamad_trio import Engine, TokenStream
+    from llamad_trio.core.plan import StepPlan, StepResult
+
+__all__ = [
+    "ENDLESS",
+    "ONE_THREAD",
+    "HeldSteps",
+    "count_pieces",
+    "held_steps",
+    "read_all",
+    "threads_of_ours",
+    "until",
+    "until_idle",
+]
+
+# OpenMP's threads wait for each other at every graph node: with a second one, whatever else
+# the machine computes slows the tests down by a hundred times.
+ONE_THREAD = EngineConfig(n_threads=1)
+
+ENDLESS = 1_000_000
+"""A `max_tokens` that only the pool ends."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what a thread will bring about.  The fixture `no_hang` ends a vain wait."""
+    while not condition():
+        await trio.sleep(0.001)
+
+
+async def until_idle(engine: Engine) -> None:
+    """Wait until no request holds a slot or any of the pool, or waits for one."""
+
+    def is_idle() -> bool:
+        stats = engine.stats()
+        return (
+            stats.slots["free"] == engine.config.n_slots
+            and stats.queued == 0
+            and stats.kv_used_tokens == 0
+        )
+
+    await until(is_idle)
+
+
+async def read_all(stream: TokenStream) -> list[str]:
+    """The pieces that are left."""
+    return [piece async for piece in stream]
+
+
+async def count_pieces(stream: TokenStream, n: int) -> None:
+    """Receive `n` pieces."""
+    for _ in range(n):
+        await stream.receive()
+
+
+class HeldSteps:
+    """Steps that begin, and then wait on their thread until they are let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self._go = threading.Event()
+
+    def let_go(self) -> None:
+        """From now on steps run as they come."""
+        self._go.set()
+
+    def hold(self) -> None:
+        """On the lane's thread."""
+        self.begun.set()
+        self._go.wait()
+
+
+@contextmanager
+def held_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSteps]:
+    """Make every step inside the block wait for `let_go`; the end of the block lets go."""
+    steps = HeldSteps()
+    run_step = LlamaRuntime.step
+
+    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        steps.hold()
+        return run_step(runtime, plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaRuntime, "step", step)
+        try:
+            yield steps
+        finally:
+            steps.let_go()
+
+
+def threads_of_ours() -> list[str]:
+    """Names of the threads, other than this one, that are running code of the package."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    here = threading.get_ident()
+    return [
+        names.get(ident, str(ident))
+        for ident, frame in sys._current_frames().items()
+        if ident != here and _runs_package_code(frame)
+    ]
+
+
+def _runs_package_code(frame: FrameType | None) -> bool:
+    package = Path(llamad_trio.__file__).parent
+    while frame is not None:
+        if package in Path(frame.f_code.co_filename).parents:
+            return True
+        frame = frame.f_back
+    return False
