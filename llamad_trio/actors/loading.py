@@ -42,7 +42,8 @@ async def loaded_runtime(
         await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield runtime
     finally:
-        with trio.CancelScope(shield=True):
+        # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
+        with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
             await trio.to_thread.run_sync(runtime.close, limiter=limiter)
 
 

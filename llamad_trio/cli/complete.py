@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,18 +14,14 @@ from llamad_trio.manifest import DEFAULT_MODEL
 if TYPE_CHECKING:
     from llamad_trio import Completion, EngineStats, Request
 
-__all__ = ["complete_command", "model_option"]
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-model_option: Callable[[Command], Command] = click.option(
-    "--model", "-m", default=DEFAULT_MODEL, show_default=True, help="A known model, or a GGUF file."
-)
+__all__ = ["complete_command"]
 
 
 @click.command("complete")
 @click.argument("prompt", required=False)
-@model_option
+@click.option(
+    "--model", "-m", default=DEFAULT_MODEL, show_default=True, help="A known model, or a GGUF file."
+)
 @click.option("--system", "-s", help="A system message.")
 @click.option("--max-tokens", "-n", type=int, help="Most tokens to generate.")
 @click.option("--temperature", "-t", type=float, help="0 is greedy.")
@@ -50,13 +45,15 @@ def complete_command(
 
     from llamad_trio import Request
 
-    if prompt is None:
-        if sys.stdin.isatty():
-            raise click.UsageError("give a PROMPT, or pipe one in")
-        prompt = sys.stdin.buffer.read().decode()
     given = {name: value for name, value in fields.items() if value is not None}
-    request = Request(prompt, **given)
+    request = Request(_piped_prompt() if prompt is None else prompt, **given)
     trio.run(_complete, ensure_model(model), request, as_json, stats)
+
+
+def _piped_prompt() -> str:
+    if sys.stdin.isatty():
+        raise click.UsageError("give a PROMPT, or pipe one in")
+    return sys.stdin.buffer.read().decode()
 
 
 async def _complete(model: Any, request: Request, as_json: bool, stats: bool) -> None:

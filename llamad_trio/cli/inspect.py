@@ -43,11 +43,8 @@ async def _inspect(model: Any) -> ModelInfo:
 
 
 def _print_table(info: ModelInfo) -> None:
-    from rich.console import Console
     from rich.filesize import decimal
-    from rich.table import Table
 
-    table = Table(box=None, show_header=False, pad_edge=False)
     rows = {
         "name": info.name or "(none)",
         "architecture": info.architecture,
@@ -61,5 +58,4 @@ def _print_table(info: ModelInfo) -> None:
         "identity": info.identity,
     }
     for name, value in rows.items():
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table, markup=False, highlight=False)
+        click.echo(f"{name:16} {value}")

@@ -39,7 +39,7 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 def _one_of(name: str, *choices: str) -> Callable[[object], str | None]:
     def convert(value: object) -> str | None:
-        if value is None or value in choices:
+        if value is None or (isinstance(value, str) and value in choices):
             return value
         raise ProtocolError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -54,8 +54,10 @@ def _shares(value: object) -> tuple[float, ...]:
 
 
 def _lane(value: object) -> LaneLike | Literal["own"] | None:
-    if value is None or value == "own" or isinstance(value, LaneLike):
+    if isinstance(value, LaneLike):
         return value
+    if value is None or value == "own":
+        return "own" if value else None
     raise ProtocolError(f'lane must be a Lane, "own" or None, not {value!r}')
 
 

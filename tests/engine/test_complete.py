@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Completion, Engine
+    from tests.models import TinyModels
 
 COUNTING = Request(
     "Write the numbers from 1 to 10, separated by commas.", max_tokens=16, temperature=0
@@ -155,13 +156,16 @@ async def test_the_longest_prompt_that_fits_gets_one_token(tiny_path: Path) -> N
 
 
 async def test_a_prompt_beyond_what_the_model_was_trained_for_is_too_long(
-    tiny_path: Path, smollm2_path: Path
+    tiny_model: TinyModels,
 ) -> None:
-    del tiny_path
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=8704, n_slots=1) as engine:
+    path = tiny_model("attention", n_ctx_train=512)
+    async with open_engine(path, ONE_THREAD, n_ctx=1024) as engine:
         with pytest.raises(PromptTooLong) as error:
-            await engine.complete(Request([7] * 8192))
-        assert error.value.budget == 8191 == engine.info.n_ctx_train - 1
+            await engine.complete(Request([7] * 512))
+        assert error.value.budget == 511
+    async with open_engine(path, ONE_THREAD, n_ctx=1024, rope_freq_scale=0.5) as engine:
+        done = await engine.complete(Request([7] * 512), max_tokens=1)
+        assert done.prompt_tokens == 512
 
 
 async def test_a_prompt_that_is_too_long_costs_nobody_else_anything(engine: Engine) -> None:
@@ -274,11 +278,12 @@ async def complete_all(engine: Engine, requests: list[Request]) -> list[Completi
 
 async def test_twenty_requests_on_four_slots_all_complete(engine: Engine) -> None:
     requests = [
-        Request(f"Count from {n} to {n + 5}.", max_tokens=6, temperature=0) for n in range(20)
+        Request(f"Number {n} is followed by", raw=True, max_tokens=1 + n % 4, temperature=0)
+        for n in range(20)
     ]
     done = await complete_all(engine, requests)
     assert [d.prompt_tokens for d in done] == [await engine.count_tokens(r) for r in requests]
-    assert all(1 <= d.generated_tokens <= 6 for d in done)
+    assert [d.generated_tokens for d in done] == [1 + n % 4 for n in range(20)]
     await until_idle(engine)
     assert engine.stats().requests == {"completed": 20, "failed": 0, "cancelled": 0}
 

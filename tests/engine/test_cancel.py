@@ -1,0 +1,230 @@
+"""Cancel means stop: the work ends, its slot and its room are free, nobody else is touched."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llamad_trio import Request, open_engine
+from llamad_trio.llama.runtime import LlamaRuntime
+from tests.engine.support import (
+    ENDLESS,
+    ONE_THREAD,
+    count_pieces,
+    held_steps,
+    until,
+    until_idle,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamad_trio import Engine
+    from llamad_trio.core.plan import StepPlan, StepResult
+
+ASKED = Request("The quick brown fox jumps over the lazy", raw=True, max_tokens=1, temperature=0)
+
+
+async def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+    async with engine.stream("Count to a million.", max_tokens=ENDLESS) as tokens:
+        await count_pieces(tokens, 2)
+        assert engine.stats().slots["free"] == engine.config.n_slots - 1
+    await until_idle(engine)
+    assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
+    assert await engine.complete_text(ASKED) == " dog"
+
+
+async def test_a_deadline_ends_a_stream(tiny: Engine) -> None:
+    with trio.move_on_after(0.1) as deadline:
+        async with tiny.stream("the cat", max_tokens=ENDLESS) as tokens:
+            async for _ in tokens:
+                pass
+    assert deadline.cancelled_caught
+    await until_idle(tiny)
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_deadline_ends_a_completion(engine: Engine) -> None:
+    with trio.move_on_after(0.2) as deadline:
+        await engine.complete("Count to a million.", max_tokens=ENDLESS, temperature=2.0)
+    assert deadline.cancelled_caught
+    await until_idle(engine)
+    assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
+    assert await engine.complete_text(ASKED) == " dog"
+
+
+async def test_a_request_is_cancelled_while_its_prompt_is_read(engine: Engine) -> None:
+    async with trio.open_nursery() as nursery:
+        # Seconds of work in a few steps: its end is not waited for.
+        nursery.start_soon(engine.complete, Request([7] * 4000))
+        await until(lambda: engine.stats().slots["prefill"] == 1)
+        nursery.cancel_scope.cancel()
+    await until_idle(engine)
+    stats = engine.stats()
+    assert stats.aborted_steps == 1
+    assert stats.prefill_tokens < 4000
+    assert await engine.complete_text(ASKED) == " dog"
+
+
+async def test_a_step_that_nobody_wants_any_more_is_aborted(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_steps(monkeypatch) as steps:
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(tiny.complete, "the cat")
+            await until(steps.begun.is_set)
+            nursery.cancel_scope.cancel()
+    await until_idle(tiny)
+    assert tiny.stats().aborted_steps == 1
+    assert tiny.stats().requests == {"completed": 0, "failed": 0, "cancelled": 2}
+
+
+async def test_a_step_shared_with_others_is_left_to_finish(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Request("the cat", max_tokens=8, temperature=0)
+    text = await tiny.complete_text(asked)
+    scope = trio.CancelScope()
+    plans: list[StepPlan] = []
+    run_step = LlamaRuntime.step
+
+    def cancel_in_a_shared_step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        plans.append(plan)
+        if [len(plan.work) for plan in plans].count(2) == 1:
+            trio.from_thread.run_sync(scope.cancel)
+            trio.from_thread.run(until, lambda: tiny.stats().requests["cancelled"] == 1)
+        return run_step(runtime, plan)
+
+    async def complete_until_cancelled() -> None:
+        with scope:
+            await tiny.complete("a hat", max_tokens=ENDLESS)
+
+    monkeypatch.setattr(LlamaRuntime, "step", cancel_in_a_shared_step)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(complete_until_cancelled)
+        assert await tiny.complete_text(asked) == text
+    assert scope.cancelled_caught
+    assert len(plans[-1].work) == 1
+    assert tiny.stats().aborted_steps == 0
+
+
+async def test_a_request_is_cancelled_while_it_waits_in_the_queue(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD, n_ctx=8192, n_slots=1) as engine:
+        async with engine.stream("the cat", max_tokens=ENDLESS) as running:
+            await running.receive()
+            async with trio.open_nursery() as nursery:
+                for _ in range(6):
+                    nursery.start_soon(engine.complete, "a hat")
+                await until(lambda: engine.stats().queued == 6)
+                nursery.cancel_scope.cancel()
+            assert engine.stats().queued == 0
+            await count_pieces(running, 3)
+        await until_idle(engine)
+        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 7}
+        assert (await engine.complete("a hat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_request_is_cancelled_before_it_was_sent(tiny: Engine) -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await tiny.complete("the cat")
+    assert scope.cancelled_caught
+    await until_idle(tiny)
+    assert tiny.stats().steps == 0
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_long_prompt_is_cancelled_while_it_is_tokenised(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = trio.Event(), trio.Event()
+    tokenize = LlamaRuntime.tokenize
+
+    def wait_and_tokenize(
+        runtime: LlamaRuntime, text: str, *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        trio.from_thread.run_sync(begun.set)
+        trio.from_thread.run(go.wait)
+        return tokenize(runtime, text, add_special=add_special, parse_special=parse_special)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaRuntime, "tokenize", wait_and_tokenize)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tiny.complete, "the cat " * 500)
+            await begun.wait()
+            nursery.cancel_scope.cancel()
+        # The caller has left already; the thread ends in its own time.
+        assert tiny.stats().requests["cancelled"] == 1
+        go.set()
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+    assert tiny.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
+
+
+async def test_a_cancelled_question_leaves_the_engine_in_order(tiny: Engine) -> None:
+    for ask in (tiny.tokenize, tiny.render, tiny.count_tokens):
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await ask("the cat")
+        assert scope.cancelled_caught
+    assert await tiny.detokenize(await tiny.tokenize("the cat")) == "the cat"
+
+
+async def test_what_a_cancelled_request_left_is_reused(engine: Engine) -> None:
+    asked = Request("Write the numbers from 1 to 10, separated by commas.", temperature=0)
+    async with engine.stream(asked) as tokens:
+        await count_pieces(tokens, 2)
+    done = await engine.complete(asked, max_tokens=8)
+    assert done.cached_tokens == done.prompt_tokens - 1
+    assert done.text.startswith("1, 2, 3")
+
+
+async def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(
+    tiny_path: Path,
+) -> None:
+    chance = random.Random(5)
+    prompts = [f"{'the cat and ' * chance.randrange(1, 6)} {n}" for n in range(5)]
+    kept = 0
+
+    async with open_engine(
+        tiny_path, ONE_THREAD, n_ctx=600, type_k="f32", type_v="f32"
+    ) as engine:
+        alone = [await engine.complete_text(p, max_tokens=24, temperature=0) for p in prompts]
+        before = engine.stats().requests["completed"]
+
+        async def one_request(n: int, n_pieces: int | None) -> None:
+            nonlocal kept
+            prompt = n % len(prompts)
+            async with engine.stream(prompts[prompt], max_tokens=24, temperature=0) as tokens:
+                if n_pieces is not None:
+                    await count_pieces(tokens, n_pieces)
+                    assert alone[prompt].startswith(tokens.text)
+                    return
+                assert (await tokens.result()).text == alone[prompt]
+                kept += 1
+
+        async with trio.open_nursery() as nursery:
+            for n in range(100):
+                n_pieces = chance.choice([None, 0, 0, 1, 5, 10])
+                nursery.start_soon(one_request, n, n_pieces)
+        await until_idle(engine)
+        stats = engine.stats()
+        assert stats.requests["completed"] - before >= kept > 0
+        assert stats.requests["cancelled"] > 0
+        assert sum(stats.requests.values()) == 100 + before
+        assert stats.requests["failed"] == 0
+        assert stats.kv_free_tokens + stats.kv_retained_tokens == 600
+
+
+async def test_cancelling_everything_at_once_leaves_a_working_engine(engine: Engine) -> None:
+    for _ in range(3):
+        async with trio.open_nursery() as nursery:
+            for n in range(8):
+                nursery.start_soon(engine.complete, f"Count to {n} million.")
+            await until(lambda: engine.stats().slots["decode"] >= 1)
+            nursery.cancel_scope.cancel()
+    await until_idle(engine)
+    assert await engine.complete_text(ASKED) == " dog"
