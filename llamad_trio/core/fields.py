@@ -51,9 +51,10 @@ def number(name: str, default: float, low: float, high: float) -> Callable[[obje
     def convert(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ProtocolError(f"{name} must be a number, not {type(value).__name__}")
+        if isinstance(value, float) and math.isnan(value):
+            return default
         # Clamped before float(): an integer may be too large for a float.
-        clamped = min(max(value, low), high)
-        return default if math.isnan(value) else float(clamped)
+        return float(min(max(value, low), high))
 
     return convert
 

@@ -190,9 +190,10 @@ class Scheduler:
         self._runs: dict[int, _Run] = {}
         self._plan: StepPlan | None = None
         self._growth: dict[int, int] = {}
-        self._decoding: frozenset[int] = frozenset()
+        self._n_decode = 0
         self._trims: list[Trim] = []
         self._old_samplers: list[int] = []
+        self._short_of_cells = False
         self._tick = 0
         self._totals: Counter[str] = Counter()
         self._prefill_s = 0.0
@@ -275,10 +276,11 @@ class Scheduler:
         self._growth.clear()
         self._admit()
         self._grow_decoding()
-        self._decoding = frozenset(self._growth)
         self._grow_prompts(self._pacer.prefill_budget(n_decode=len(self._growth)))
         if not self._growth:
             return None
+        # Only now: a prompt's growth may have preempted one that was to decode.
+        self._n_decode = sum(self._runs[id_].decodes for id_ in self._growth)
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
@@ -321,6 +323,8 @@ class Scheduler:
     # -- admission and the pool -------------------------------------------------------
 
     def _admit(self) -> None:
+        if self._short_of_cells and any(not run.paused for run in self._running()):
+            return  # or who has just been preempted would come back, and nobody progress
         for run in list(self._runs.values()):
             if run.state is not _State.WAITING or run.paused:
                 continue  # a paused one waits for its own reader; the others need not
@@ -333,17 +337,21 @@ class Scheduler:
         """A slot for `run`, preempting paused requests if that is what it takes."""
         left = run.prepared.max_tokens - run.generated
         wanted = min(len(run.tokens) + min(left, HEADROOM_TOKENS), self.n_ctx)
+        running = self._running()
+        paused = [r for r in running if r.paused]
+        # What was admitted counts whole, though its prompt may not be computed yet.
+        committed = sum(len(r.tokens) for r in running)
+        if committed - sum(len(r.tokens) for r in paused) + wanted > self.n_ctx:
+            return None  # not even without all of the paused
         while True:
-            running = self._running()
-            # What was admitted counts whole, though its prompt may not be computed yet.
-            committed = sum(len(r.tokens) for r in running)
             slot = self._choose_slot(run.tokens)
             if slot is not None and committed + wanted <= self.n_ctx:
                 return slot
-            paused = [r for r in running if r.paused]
             if not paused:
                 return None
-            self._preempt(paused[-1])
+            victim = paused.pop()
+            committed -= len(victim.tokens)
+            self._preempt(victim)
 
     def _choose_slot(self, tokens: Sequence[int]) -> _Slot | None:
         """The free slot that helps `tokens` most and costs the others least."""
@@ -448,7 +456,7 @@ class Scheduler:
     # -- applying a result ------------------------------------------------------------
 
     def _measure(self, plan: StepPlan, elapsed_s: float) -> None:
-        n_decode = len(self._decoding)
+        n_decode = self._n_decode
         n_prefill = plan.n_tokens - n_decode
         self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
         self._totals["decode_tokens"] += n_decode
@@ -464,6 +472,7 @@ class Scheduler:
         if run.cancelled or not work.sample:
             return []
         if reason := result.failures.get(run.id):
+            self._trim(run.slot, 0)  # what led to no token is nothing to build on
             return self._fail(run, InferenceError(reason))
         sampled = result.sampled[run.id]
         run.tokens.append(sampled.token)
@@ -507,10 +516,12 @@ class Scheduler:
         for slot in retained:
             self._trim(slot, 0)
         running = self._running()
-        if retained:
+        if retained or any(run.cancelled for run in running):
             return []
+        self._short_of_cells = True
         if len(running) > 1:
-            self._preempt(running[-1])
+            paused = [run for run in running if run.paused]
+            self._preempt((paused or running)[-1])
             return []
         (run,) = running
         resident = run.slot.resident if run.slot else 0
@@ -527,6 +538,7 @@ class Scheduler:
         if run.has_sampler:
             self._old_samplers.append(run.id)
         if slot := run.slot:
+            self._short_of_cells = False
             run.slot, slot.run = None, None
             slot.last_used = self._tick
             slot.tokens = run.tokens[: slot.resident]

@@ -63,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     @rule(
-        stem=st.sampled_from(STEMS),
+        stem=st.sampled_from(range(len(STEMS))),
         shared=st.integers(0, 60),
         own=st.lists(TOKENS, min_size=1, max_size=5),
         max_tokens=st.integers(1, 80),
@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(
         self,
-        stem: list[int],
+        stem: int,
         shared: int,
         own: list[int],
         max_tokens: int,
@@ -82,7 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         """A prompt that begins like others."""
-        tokens = [*stem[:shared], *own][-self.books.n_ctx + 1 :]
+        tokens = [*STEMS[stem][:shared], *own][-self.books.n_ctx + 1 :]
         limit = min(max_tokens, self.books.n_ctx - len(tokens))
         self.books.submit(tokens, max_tokens=limit, stop=stop, streams=streams, seed=seed)
 

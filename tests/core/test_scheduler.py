@@ -1,0 +1,620 @@
+"""What the scheduler promises, one promise at a time.
+
+Every call is also checked by `CheckedScheduler`; see `test_scheduler_machine` for all the
+promises at once.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceError
+from llamad_trio.core.plan import StepStatus
+from llamad_trio.core.scheduler import Failed, Finished, Piece
+from tests.core.checked_scheduler import CheckedScheduler
+from tests.core.fake_memory import HashModel, ScriptModel
+
+A, B, C, D = ([i] * 20 for i in (1, 2, 3, 4))
+"""Prompts of 20 tokens that have no beginning in common."""
+
+# -- admission ----------------------------------------------------------------------------
+
+
+def test_admission_is_optimistic_about_max_tokens() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    first, second = books.submit(A, max_tokens=80), books.submit(B, max_tokens=80)
+    books.plan()
+    assert books.running == [first, second]
+
+
+def test_admission_asks_for_a_small_headroom_beside_the_running() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    books.submit([1] * 48, max_tokens=50)
+    books.submit(B, max_tokens=40)
+    books.plan()
+    assert books.running == [0, 1], "48 + 20 + 32 is exactly 100"
+
+    books = CheckedScheduler(n_ctx=100)
+    books.submit([1] * 49, max_tokens=50)
+    books.submit(B, max_tokens=40)
+    books.plan()
+    assert books.running == [0]
+
+
+def test_headroom_is_no_more_than_the_request_can_use() -> None:
+    books = CheckedScheduler(n_ctx=64)
+    books.submit(A, max_tokens=40)
+    books.submit(B, max_tokens=24)
+    books.plan()
+    assert books.running == [0, 1], "20 + 20 + 24 is exactly 64"
+
+
+def test_what_was_admitted_counts_whole_before_its_prompt_is_computed() -> None:
+    books = CheckedScheduler(n_ctx=100, n_batch=4)
+    books.submit([1] * 60, max_tokens=40)
+    books.submit([2] * 60, max_tokens=40)
+    books.step()
+    books.plan()
+    assert books.running == [0], "only 8 tokens are resident, but 60 will be"
+
+
+def test_the_head_of_the_line_blocks_those_behind_it() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    books.submit(A, max_tokens=5)
+    large, small = books.submit([2] * 80, max_tokens=10), books.submit([3], max_tokens=1)
+    books.step()
+    assert books.running == [0]
+    books.steps(4)
+    books.plan()
+    assert books.running == [large, small]
+
+
+def test_a_paused_waiting_request_does_not_block_others() -> None:
+    books = CheckedScheduler()
+    paused, other = books.submit(A), books.submit(B)
+    books.pause(paused)
+    books.plan()
+    assert books.running == [other]
+
+
+def test_a_prompt_longer_than_the_pool_less_the_headroom_runs_alone() -> None:
+    books = CheckedScheduler(n_ctx=40, n_slots=2)
+    books.submit([1] * 39, max_tokens=1)
+    books.submit([2] * 39, max_tokens=1)
+    books.drain()
+    assert [books.finished(id_).generated_tokens for id_ in (0, 1)] == [1, 1]
+
+
+def test_requests_must_come_in_order_and_fit_an_empty_pool() -> None:
+    books = CheckedScheduler(n_ctx=30)
+    with pytest.raises(AssertionError):
+        books.submit(A, max_tokens=11)
+    with pytest.raises(AssertionError):
+        books.submit([], max_tokens=1)
+    with pytest.raises(AssertionError):
+        books.submit(A, max_tokens=0)
+
+
+# -- when the pool runs short -------------------------------------------------------------
+
+
+def test_the_newest_is_preempted_first() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    for prompt in (A, B, C):
+        books.submit(prompt, max_tokens=80)
+    books.step()
+    assert books.running == [0, 1, 2]
+    books.steps(20)
+    assert books.preempted == [2]
+    books.steps(25)
+    assert books.preempted == [2, 1]
+    books.run_to_end()
+
+
+def test_paused_ones_are_preempted_first_even_the_oldest() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    for prompt in (A, B, C):
+        books.submit(prompt, max_tokens=80)
+    books.steps(3)
+    books.pause(0)
+    books.pause(1)
+    books.steps(40)
+    assert books.preempted == [1], "the newest of the paused"
+    books.steps(40)
+    assert books.preempted == [1, 0]
+    books.run_to_end()
+
+
+def test_a_paused_one_makes_way_for_those_who_wait() -> None:
+    books = CheckedScheduler(n_slots=1)
+    paused, other = books.submit(A, max_tokens=60), books.submit(B)
+    books.steps(3)
+    books.pause(paused)
+    books.plan()
+    assert books.running == [other]
+    assert books.preempted == [paused]
+
+
+def test_a_paused_one_is_not_preempted_in_vain() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    books.submit([1] * 40, max_tokens=60)
+    paused = books.submit(B, max_tokens=20)
+    books.submit([3] * 80, max_tokens=20)
+    books.steps(2)
+    books.pause(paused)
+    books.plan()
+    assert books.preempted == [], "the third would not fit beside the first either way"
+
+
+def test_retained_prefixes_go_before_anyone_is_preempted_the_least_recently_used_first() -> None:
+    books = CheckedScheduler(n_ctx=100, n_slots=4)
+    books.submit(A, max_tokens=1)
+    books.submit(B, max_tokens=1)
+    books.drain()
+    books.submit(A, max_tokens=1)  # used again: now B is the older one
+    books.drain()
+    books.submit(C, max_tokens=50)
+    books.submit(D, max_tokens=50)
+
+    def retained() -> list[list[int]]:
+        return [tokens for tokens in books.contents().values() if tokens[:1] in ([1], [2])]
+
+    books.steps(10)
+    assert sorted(retained()) == [A, B]
+    books.steps(5)
+    assert retained() == [A]
+    books.steps(15)
+    assert retained() == []
+    assert books.preempted == []
+    books.steps(10)
+    assert books.preempted == [3 + 1]
+
+
+def test_the_oldest_gets_its_cells_although_newer_ones_decode() -> None:
+    books = CheckedScheduler(n_ctx=100, n_batch=4, n_slots=3)
+    oldest = books.submit([1] * 30, max_tokens=70)
+    books.submit(B, max_tokens=80)
+    books.step()
+    books.pause(oldest)
+    books.steps(90)
+    books.resume(oldest)
+    books.run_to_end()
+    assert books.finished(oldest).generated_tokens == 70
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    books = CheckedScheduler(n_ctx=60, n_slots=2)
+    for seed in range(6):
+        books.submit([1 + seed, 2, 3], max_tokens=57, seed=seed)
+    books.run_to_end()
+    assert books.preempted != []
+    assert [books.finished(id_).generated_tokens for id_ in range(6)] == [57] * 6
+
+
+def test_no_token_is_sampled_twice_for_a_preempted_request() -> None:
+    books = CheckedScheduler(n_ctx=80, n_slots=2)
+    books.submit(A, max_tokens=60)
+    preempted = books.submit(B, max_tokens=60)
+    books.steps(25)
+    assert books.preempted == [preempted]
+    n_generated = books.requests[preempted].generated
+    books.run_to_end()
+    assert books.finished(preempted).generated_tokens == 60
+    assert 0 < n_generated < 60
+
+
+def test_the_books_count_a_shared_step_right_when_a_decoding_request_is_preempted_in_it() -> None:
+    books = CheckedScheduler(n_ctx=360, n_slots=2, n_batch=9, retain=False)
+    oldest = books.submit([1] * 300, max_tokens=60)
+    books.pause(oldest)
+    newer = books.submit(B, max_tokens=100)
+    books.steps(5)
+    books.resume(oldest)  # its long prompt goes in while the newer one takes cell after cell
+    while not books.preempted:
+        books.step()
+    assert books.preempted == [newer]
+    assert books.requests[oldest].generated == 1, "its last chunk took the newer one's cells"
+    stats = books.scheduler.stats()
+    assert stats.prefill_tokens == 20 + 300
+    assert stats.decode_tokens == books.requests[newer].generated - 1
+    books.run_to_end()
+
+
+# -- prefixes -----------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_is_reused_in_the_slot_that_holds_it() -> None:
+    books = CheckedScheduler()
+    books.submit(B, max_tokens=1)
+    first = books.submit(A, max_tokens=5)
+    books.plan()
+    seq = books.seq(first)
+    books.finish()
+    books.drain()
+    conversation = [*books.requests[first].history, 7, 8]
+    second = books.submit(conversation, max_tokens=5)
+    plan = books.plan()
+    assert plan is not None
+    (work,) = plan.work
+    assert (work.seq, work.pos) == (seq, 24), "the last of the 25 tokens was never computed"
+    assert list(work.tokens) == conversation[24:]
+    books.run_to_end()
+    assert books.finished(second).cached_tokens == 24
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    books = CheckedScheduler()
+    books.submit(A, max_tokens=5)
+    books.drain()
+    again = books.submit(A, max_tokens=5)
+    plan = books.plan()
+    assert plan is not None
+    (work,) = plan.work
+    assert (work.pos, list(work.tokens), work.sample) == (19, [1], True)
+    books.run_to_end()
+    assert books.finished(again).cached_tokens == 19
+
+
+def test_what_follows_the_shared_prefix_is_trimmed() -> None:
+    books = CheckedScheduler(n_slots=1)
+    books.submit([*A, 2, 2, 2], max_tokens=5)
+    books.drain()
+    books.submit([*A, 3, 3, 3], max_tokens=5)
+    plan = books.plan()
+    assert plan is not None
+    assert [(trim.seq, trim.keep) for trim in plan.trims] == [(0, 20)]
+
+
+def test_a_long_retained_prefix_is_not_spoiled_for_a_few_shared_tokens() -> None:
+    books = CheckedScheduler(n_slots=2)
+    books.submit([5, *A, *B], max_tokens=1)
+    books.drain()
+    books.submit([5, *C], max_tokens=1)
+    books.drain()
+    assert [5, *A, *B] in books.contents().values()
+
+
+def test_without_retention_nothing_stays_in_the_pool() -> None:
+    books = CheckedScheduler(retain=False)
+    books.submit(A)
+    books.drain()
+    assert books.scheduler.stats().kv_retained == 0
+    again = books.submit(A)
+    books.run_to_end()
+    assert books.finished(again).cached_tokens == 0
+
+
+def test_the_cache_of_a_request_that_computed_nonsense_is_not_reused() -> None:
+    books = CheckedScheduler()
+    books.submit(A)
+    books.plan()
+    books.finish(failing=[0])
+    again = books.submit(A)
+    books.run_to_end()
+    assert books.finished(again).cached_tokens == 0
+
+
+# -- the step -----------------------------------------------------------------------------
+
+
+def test_alone_a_prompt_takes_the_whole_batch() -> None:
+    books = CheckedScheduler(n_ctx=1000, n_batch=512, step_target_s=0.001)
+    books.submit([1] * 600)
+    sizes = []
+    while (plan := books.plan()) and not books.requests[0].generated:
+        sizes.append(plan.n_tokens)
+        books.finish(elapsed_s=9.0)
+    assert sizes == [512, 88]
+
+
+def test_beside_a_stream_the_prompt_is_cut_to_the_target_time() -> None:
+    books = CheckedScheduler(n_ctx=2000, n_batch=512, step_target_s=0.1)
+    stream = books.submit(A, max_tokens=500)
+    books.plan()
+    books.finish(elapsed_s=0.020)
+    books.plan()
+    books.finish(elapsed_s=0.010)
+    reader = books.submit([2] * 900)
+    sizes = []
+    while not books.requests[reader].generated:
+        plan = books.plan()
+        assert plan is not None
+        row, prompt = plan.work
+        assert (row.request_id, prompt.request_id) == (stream, reader)
+        sizes.append(len(prompt.tokens))
+        books.finish(elapsed_s=0.010 + 0.001 * len(prompt.tokens))
+    assert sizes == [90] * 10, "10 ms for the row and 1 ms for each prompt token make 100 ms"
+
+
+def test_rows_that_decode_come_before_prompts_and_older_prompts_before_newer() -> None:
+    books = CheckedScheduler(n_ctx=400, n_batch=24)
+    first = books.submit(A, max_tokens=50)
+    books.step()
+    second, third = books.submit(B), books.submit(C)
+    plan = books.plan()
+    assert plan is not None
+    assert [(w.request_id, len(w.tokens)) for w in plan.work] == [
+        (first, 1),
+        (second, 20),
+        (third, 3),
+    ]
+
+
+def test_nothing_to_do_is_no_plan() -> None:
+    books = CheckedScheduler()
+    assert books.plan() is None
+    books.submit(A)
+    books.pause(0)
+    assert books.plan() is None
+    books.resume(0)
+    assert books.plan() is not None
+
+
+def test_a_paused_request_is_left_out_and_keeps_its_slot() -> None:
+    books = CheckedScheduler()
+    paused, other = books.submit(A), books.submit(B)
+    books.steps(2)
+    books.pause(paused)
+    plan = books.plan()
+    assert plan is not None
+    assert [work.request_id for work in plan.work] == [other]
+    assert books.running == [paused, other]
+    assert books.scheduler.stats().slots_paused == 1
+    books.run_to_end()
+
+
+def test_a_sampler_is_made_with_the_first_token_and_closed_after_the_last() -> None:
+    books = CheckedScheduler(n_batch=8)
+    books.submit(A, max_tokens=2)
+    opened = []
+    while plan := books.plan():
+        opened.append([spec.request_id for spec in plan.new_samplers])
+        books.finish()
+    assert opened == [[], [], [0], []]
+    books.submit(B, max_tokens=1)
+    plan = books.plan()
+    assert plan is not None
+    assert plan.old_samplers == (0,)
+
+
+# -- cancelling ---------------------------------------------------------------------------
+
+
+def test_a_cancelled_waiting_request_never_runs() -> None:
+    books = CheckedScheduler()
+    books.submit(A)
+    books.cancel(0)
+    assert books.plan() is None
+
+
+def test_a_cancelled_running_request_frees_its_slot_at_once() -> None:
+    books = CheckedScheduler(n_slots=1)
+    books.submit(A)
+    books.step()
+    books.cancel(0)
+    assert books.scheduler.stats().slots_free == 1
+    assert books.plan() is None
+
+
+def test_a_request_cancelled_in_flight_gets_nothing_of_the_step() -> None:
+    books = CheckedScheduler()
+    books.submit(A, max_tokens=1)
+    books.plan()
+    books.cancel(0)
+    assert books.scheduler.stats().slots_free == 3, "the step still writes to its sequence"
+    assert books.finish() == []
+    assert books.scheduler.stats().slots_free == 4
+
+
+def test_cancelling_twice_or_nobody_is_nothing() -> None:
+    books = CheckedScheduler()
+    books.submit(A)
+    books.plan()
+    books.cancel(0)
+    books.cancel(0)
+    books.finish()
+    books.cancel(0)
+    books.scheduler.cancel(99)
+    books.scheduler.pause(99)
+    books.scheduler.resume(99)
+    books.run_to_end()
+
+
+def test_a_step_is_unwanted_when_everybody_in_it_has_cancelled() -> None:
+    books = CheckedScheduler()
+    books.submit(A)
+    books.submit(B)
+    assert not books.scheduler.in_flight_is_unwanted, "no step"
+    books.plan()
+    books.submit(C)  # waits, and has no part in the step
+    assert not books.scheduler.in_flight_is_unwanted
+    books.cancel(0)
+    assert not books.scheduler.in_flight_is_unwanted
+    books.cancel(1)
+    assert books.scheduler.in_flight_is_unwanted
+    books.finish(StepStatus.ABORTED)
+    assert not books.scheduler.in_flight_is_unwanted
+    books.run_to_end()
+
+
+# -- steps that go wrong ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("can_rewind", [True, False])
+def test_an_aborted_step_is_computed_again_with_the_same_text(can_rewind: bool) -> None:
+    books = CheckedScheduler(
+        n_batch=8, retain=can_rewind, can_rewind=can_rewind, model=HashModel()
+    )
+    books.submit(A, max_tokens=30, seed=5)
+    books.submit(B, max_tokens=30, seed=6)
+    for i in range(60):
+        if books.plan():
+            books.finish(StepStatus.ABORTED if i % 5 == 4 else StepStatus.DONE)
+    books.run_to_end()
+    assert books.scheduler.stats().aborted_steps > 2
+
+
+def test_one_requests_failure_costs_nobody_else() -> None:
+    books = CheckedScheduler()
+    bad, good = books.submit(A), books.submit(B)
+    books.plan()
+    books.finish(failing=[bad])
+    assert isinstance(books.error(bad), InferenceError)
+    books.run_to_end()
+    assert books.finished(good).generated_tokens == 10
+
+
+def test_a_failed_step_fails_those_who_are_in_it() -> None:
+    books = CheckedScheduler()
+    inside, paused, waiting = books.submit(A), books.submit(B), books.submit([3] * 70)
+    books.step()
+    books.pause(paused)
+    books.plan()
+    books.finish(StepStatus.FAILED)
+    assert str(books.error(inside)) == "inference: the backend failed"
+    books.run_to_end()
+    assert {books.finished(id_).generated_tokens for id_ in (paused, waiting)} == {10}
+
+
+def test_no_room_costs_retained_prefixes_first() -> None:
+    books = CheckedScheduler()
+    books.submit(A, max_tokens=1)
+    books.drain()
+    books.submit(B)
+    books.submit(C)
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    assert books.scheduler.stats().kv_retained == 0
+    assert books.preempted == []
+    books.run_to_end()
+
+
+def test_no_room_preempts_the_newest() -> None:
+    books = CheckedScheduler()
+    for prompt in (A, B, C):
+        books.submit(prompt)
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    assert books.preempted == [2]
+    books.run_to_end()
+
+
+def test_no_room_preempts_the_paused_first() -> None:
+    books = CheckedScheduler()
+    paused = books.submit(A)
+    books.submit(B)
+    books.steps(2)
+    books.pause(paused)
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    assert books.preempted == [paused]
+    books.run_to_end()
+
+
+def test_no_room_preempts_nobody_when_a_cancelled_request_leaves() -> None:
+    books = CheckedScheduler()
+    books.submit(A)
+    books.submit(B)
+    books.plan()
+    books.cancel(0)
+    books.finish(StepStatus.NO_ROOM)
+    assert books.preempted == []
+    books.run_to_end()
+
+
+def test_no_room_for_a_single_request_is_a_context_overflow() -> None:
+    books = CheckedScheduler(n_batch=16)
+    books.submit(A)
+    books.step()
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    error = books.error(0)
+    assert isinstance(error, ContextOverflow)
+    assert (error.resident_tokens, error.additional_tokens, error.n_ctx) == (16, 4, 100)
+
+
+@pytest.mark.parametrize("can_rewind", [True, False])
+def test_a_pool_smaller_than_the_books_say_still_serves_everybody(can_rewind: bool) -> None:
+    books = CheckedScheduler(
+        n_ctx=100, n_cells=60, n_batch=16, retain=can_rewind, can_rewind=can_rewind
+    )
+    for prompt in (A, B, C, D):
+        books.submit(prompt, max_tokens=39)
+    too_long = books.submit([5] * 70)
+    books.run_to_end()
+    assert [books.finished(id_).generated_tokens for id_ in range(4)] == [39] * 4
+    assert isinstance(books.error(too_long), ContextOverflow)
+
+
+def test_when_the_engine_closes_everybody_gets_its_error() -> None:
+    books = CheckedScheduler(n_slots=2)
+    for prompt in (A, B, C, D):
+        books.submit(prompt)
+    books.plan()
+    books.cancel(0)
+    error = EngineClosed()
+    assert books.fail_all(error) == [Failed(1, error), Failed(2, error), Failed(3, error)]
+    assert books.fail_all(error) == []
+
+
+# -- text ---------------------------------------------------------------------------------
+
+
+def said(*pieces: bytes, **fields: object) -> tuple[list[str], Finished]:
+    """What a reader gets of a model that says `pieces` and ends."""
+    books = CheckedScheduler(model=ScriptModel(pieces))
+    books.submit(A, **fields)  # type: ignore[arg-type]
+    events = []
+    while books.plan():
+        events += books.finish()
+    assert isinstance(events[-1], Finished)
+    return [event.text for event in events if isinstance(event, Piece)], events[-1]
+
+
+def test_every_token_that_has_text_is_a_piece() -> None:
+    pieces, finished = said(b"one", b"", b" two")
+    assert pieces == ["one", " two"]
+    assert (finished.text, finished.finish_reason) == ("one two", "stop")
+    assert finished.generated_tokens == 4, "the token that ended it counts"
+
+
+def test_a_character_is_never_cut() -> None:
+    smile = "🙂".encode()
+    assert said(smile[:1], smile[1:3], smile[3:] + b"!")[0] == ["🙂!"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    pieces, finished = said(b"ok", b"\xf0\x9f")
+    assert pieces == ["ok", "\ufffd"]
+    assert finished.text == "ok\ufffd"
+
+
+def test_a_stop_sequence_across_tokens_ends_the_text_before_it() -> None:
+    pieces, finished = said(b"a S", b"TO", b"P b", stop=["STOP"])
+    assert pieces == ["a "]
+    assert (finished.text, finished.stop_sequence) == ("a ", "STOP")
+    assert (finished.finish_reason, finished.generated_tokens) == ("stop", 3)
+
+
+def test_what_only_looked_like_a_stop_sequence_is_shown_at_the_end() -> None:
+    pieces, finished = said(b"a ST", stop=["STOP"])
+    assert pieces == ["a ", "ST"]
+    assert finished.stop_sequence is None
+
+
+def test_a_stop_sequence_may_be_completed_by_the_end_of_half_a_character() -> None:
+    _, finished = said(b"a", b"\xf0\x9f", stop=["\ufffd"], max_tokens=2)
+    assert (finished.text, finished.finish_reason) == ("a", "stop")
+    assert finished.stop_sequence == "\ufffd"
+
+
+def test_the_limit_of_tokens_is_a_length_end() -> None:
+    _, finished = said(b"a", b"b", b"c", max_tokens=2)
+    assert (finished.text, finished.finish_reason) == ("ab", "length")
+    assert finished.generated_tokens == 2
+
+
+def test_who_does_not_stream_gets_no_pieces() -> None:
+    pieces, finished = said(b"a", b"b", streams=False)
+    assert pieces == []
+    assert finished.text == "ab"
