@@ -7,10 +7,11 @@ its barriers, and decoding loses 40 %.  So all compute goes through one thread.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 import outcome
@@ -24,19 +25,44 @@ __all__ = ["Lane", "shared_lane"]
 T = TypeVar("T")
 
 
+class _Bell:
+    """Wakes one Trio task from another thread.
+
+    A byte through a socket pair, which the task waits for itself: half the delay of
+    `TrioToken.run_sync_soon`, which goes through a task of Trio's own (220 against 430 us
+    after 10 ms of work, on 2 cores), and that delay is part of every step.
+    """
+
+    def __init__(self) -> None:
+        self._listener, self._clapper = socket.socketpair()
+        self._listener.setblocking(False)
+
+    def ring(self) -> None:
+        """Wake the task.  From any thread."""
+        self._clapper.send(b"!")
+
+    async def rung(self) -> None:
+        """Wait for `ring`.  A checkpoint; cancelled, it can be waited for again."""
+        await trio.lowlevel.wait_readable(self._listener.fileno())
+        self._listener.recv(1)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._clapper.close()
+
+
 @attrs.define(eq=False)
-class _Job:
-    function: Callable[[], Any]
-    task: trio.lowlevel.Task
-    token: trio.lowlevel.TrioToken
+class _Job(Generic[T]):
+    function: Callable[[], T]
+    bell: _Bell
     withdrawn: bool = False
+    result: outcome.Outcome[T] | None = None
 
     def execute(self) -> None:
         """On the lane's thread."""
-        result: outcome.Outcome[Any] = outcome.Value(None)
         if not self.withdrawn:
-            result = outcome.capture(self.function)
-        self.token.run_sync_soon(trio.lowlevel.reschedule, self.task, outcome.Value(result))
+            self.result = outcome.capture(self.function)
+        self.bell.ring()
 
 
 class Lane:
@@ -47,7 +73,9 @@ class Lane:
     """
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._idle_bells: list[_Bell] = []
+        self._n_hosts = 0
         # Not a place in Trio's default limiter: a lane would hold it for good.
         self._limiter = trio.CapacityLimiter(1)
         self._hosting = trio.Lock()
@@ -62,6 +90,7 @@ class Lane:
         block starts the next: no job is lost.  Leaving the block waits for that.
         """
         me = object()
+        self._n_hosts += 1
         async with open_plain_nursery() as nursery:
             nursery.start_soon(self._be_host, me)
             try:
@@ -69,6 +98,9 @@ class Lane:
             finally:
                 if self._host is me:
                     self._jobs.put(None)
+                self._n_hosts -= 1
+                while not self._n_hosts and self._idle_bells:
+                    self._idle_bells.pop().close()
 
     async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
         """Run `job` on the lane's thread and return what it returns or raise what it raises.
@@ -78,21 +110,22 @@ class Lane:
         begun is dropped, but its turn is waited for all the same.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        item = _Job(job, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token())
-        raise_cancel: Callable[[], NoReturn] | None = None
-
-        def on_cancel(raise_it: Callable[[], NoReturn]) -> trio.lowlevel.Abort:
-            nonlocal raise_cancel
-            raise_cancel = raise_it
+        bell = self._idle_bells.pop() if self._idle_bells else _Bell()
+        item = _Job(job, bell)
+        self._jobs.put(item)
+        try:
+            await bell.rung()
+        except BaseException:
             item.withdrawn = True
             abort()
-            return trio.lowlevel.Abort.FAILED
-
-        self._jobs.put(item)
-        result: outcome.Outcome[T] = await trio.lowlevel.wait_task_rescheduled(on_cancel)
-        if raise_cancel is not None:
-            raise_cancel()
-        return result.unwrap()
+            # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
+            with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
+                await bell.rung()
+            raise
+        finally:
+            self._idle_bells.append(bell)
+        assert item.result is not None
+        return item.result.unwrap()
 
     async def _be_host(self, me: object) -> None:
         async with self._hosting:

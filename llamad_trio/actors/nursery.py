@@ -29,9 +29,19 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
             finally:
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        if body_error is not None and body_error in group.exceptions:
+        if body_error is not None and (
+            body_error in group.exceptions or not _holds_cancelled(body_error)
+        ):
             raise body_error from body_error.__cause__
         if len(group.exceptions) == 1:
             # Cancelled was filtered out of the group: what is left is a crashed task.
             raise group.exceptions[0] from group.exceptions[0].__cause__
         raise
+
+
+def _holds_cancelled(error: BaseException) -> bool:
+    # Trio takes its Cancelled out of a group by making another one of what is left: only a
+    # group without any can be raised again as itself.
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(trio.Cancelled) is not None
+    return isinstance(error, trio.Cancelled)

@@ -47,7 +47,7 @@ def _one_of(name: str, *choices: str) -> Callable[[object], str | None]:
 
 
 def _shares(value: object) -> tuple[float, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise ProtocolError(f"tensor_split must be numbers, not {type(value).__name__}")
     share = number("tensor_split", 0.0, 0.0, 1e6)
     return tuple(share(item) for item in value)

@@ -66,7 +66,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
 
 
 def _history(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, Iterable):
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ProtocolError(f"history must be messages, not {type(value).__name__}")
     messages = tuple(value)
     for message in messages:
@@ -76,7 +76,7 @@ def _history(value: object) -> tuple[Message, ...]:
 
 
 def _stop(value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ProtocolError(f"stop must be a list of texts, not {type(value).__name__}")
     convert = text("stop")
     stops = tuple(s for s in (convert(item) for item in value) if s)

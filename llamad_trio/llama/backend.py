@@ -24,7 +24,12 @@ _LEVELS = {
 }
 
 # What llama.cpp reports of an abort, which here is how a request is cancelled.
-_EXPECTED = ("failed to decode, ret = 2", "removing memory module entries")
+_EXPECTED = (
+    "failed to decode, ret = 2",
+    "failed with error 1",  # GGML_STATUS_ABORTED
+    "compute status: 1",
+    "removing memory module entries",
+)
 
 
 class _ThreadLog(threading.local):

@@ -90,6 +90,7 @@ class Context:
             lib.llama_free(pointer)
             raise UnsupportedFeature("generation", f"{model.path.name} is an encoder model")
         self._n_vocab = model.n_vocab
+        self._n_window = lib.llama_model_n_swa(model.pointer)
 
     def close(self) -> None:
         """Free the pool.  The context must not be used again."""
@@ -128,13 +129,25 @@ class Context:
         Raises:
             SessionFatal: the sequence is in neither state.
         """
-        kept = self.trim(seq, keep)
+        kept = self.trim(seq, keep) and self._has_window(seq, keep)
         if not kept:
             self.trim(seq, 0)
         resident = self.n_resident(seq)
         if resident != (keep if kept else 0):
             raise SessionFatal(f"sequence {seq} holds {resident} tokens after a rollback to {keep}")
         return kept
+
+    def _has_window(self, seq: int, keep: int) -> bool:
+        """Whether everything is there that the token at position `keep` will look at.
+
+        Layers with a sliding window give away the cells that have left it, also of a
+        sequence that is trimmed to before them later.  What is left of a sequence is
+        always without gaps.
+        """
+        if not self._n_window or keep == 0:
+            return True
+        first = lib.llama_memory_seq_pos_min(self._memory, seq)
+        return bool(0 <= first <= max(0, keep - self._n_window))
 
     # -- results ------------------------------------------------------------------------------
 

@@ -231,11 +231,12 @@ class Model:
 
 def _check_file(path: Path) -> None:
     """Give the plain reasons a file is no model, which llama.cpp's log tells only vaguely."""
-    if path.is_dir():
-        raise ModelLoadError(str(path), "is a directory")
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise ModelLoadError(str(path), "is a directory")
         # Opening a pipe would wait for somebody to write to it.
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not stat.S_ISREG(mode):
             raise ModelLoadError(str(path), "is not a regular file")
         with path.open("rb") as file:
             magic = file.read(4)

@@ -129,8 +129,12 @@ class LlamaRuntime:
             self._samplers.pop(request_id).close()
         for spec in plan.new_samplers:
             self._samplers[spec.request_id] = Sampler(spec.params, self.model.n_vocab, spec.seen)
+        lost: set[int] = set()
         for trim in plan.trims:
-            context.trim_or_clear(trim.seq, trim.keep)
+            (lost.discard if context.trim_or_clear(trim.seq, trim.keep) else lost.add)(trim.seq)
+        if lost:
+            # The plan builds on what is gone: nothing of it can be computed.
+            return StepResult(status=StepStatus.ABORTED, cleared=frozenset(lost))
         batch.clear()
         rows = [
             batch.add(work.tokens, pos=work.pos, seq=work.seq, output=work.sample)

@@ -162,7 +162,7 @@ class CheckedScheduler:
         if plan is None:
             assert not any(request.runnable for request in self.requests.values()), "a hang"
         else:
-            self._check_work(plan, before)
+            self._check_work(plan)
         self.check()
         return plan
 
@@ -351,7 +351,7 @@ class CheckedScheduler:
             assert max(after) < request_id, "the newest goes first"
             assert self.scheduler.stats().kv_retained == 0, "retained prefixes go first"
 
-    def _check_work(self, plan: StepPlan, before: Sequence[int]) -> None:
+    def _check_work(self, plan: StepPlan) -> None:
         ids = [work.request_id for work in plan.work]
         assert len(set(ids)) == len(ids)
         for work in plan.work:
@@ -363,8 +363,8 @@ class CheckedScheduler:
             assert work.sample == (end == len(request.history))
         rows = [self.requests[work.request_id].is_decode_row(work) for work in plan.work]
         assert rows == sorted(rows, reverse=True), "decode rows come first"
-        if oldest := [id_ for id_ in before if self.requests[id_].runnable][:1]:
-            assert oldest[0] in ids, "the oldest does not progress"
+        oldest = next(id_ for id_ in self.running if self.requests[id_].runnable)
+        assert oldest in ids, "the oldest does not progress"
         for spec in plan.new_samplers:
             prepared = self.requests[spec.request_id].prepared
             assert (spec.params, spec.seen) == (prepared.sampling, prepared.tokens)

@@ -200,9 +200,7 @@ class FakeMemory:
             assert work.tokens, "no tokens"
             assert work.pos == len(self.sequences[work.seq]), "a gap or an overlap"
 
-    def _compute(
-        self, plan: StepPlan, failing: Collection[int], elapsed_s: float
-    ) -> StepResult:
+    def _compute(self, plan: StepPlan, failing: Collection[int], elapsed_s: float) -> StepResult:
         sampled: dict[int, Sampled] = {}
         failures: dict[int, str] = {}
         for work in plan.work:

@@ -34,8 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         n_slots=st.integers(1, 4),
-        n_ctx=st.integers(2, 12) | st.integers(40, 160),
-        missing_cells=st.just(0) | st.integers(1, 10),
+        n_ctx=st.integers(2, 12) | st.integers(40, 100) | st.integers(60, 160),
+        missing_cells=st.sampled_from([0, 0, 0, 1, 10]),
         batch=st.sampled_from([0, 1, 5, 20, 64]),
         memory=st.sampled_from(["retains", "rewinds", "only clears"]),
         endless=st.booleans(),
@@ -70,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.lists(st.sampled_from(STOPS), max_size=3),
         streams=st.booleans(),
         seed=st.integers(0, 3),
+        n=st.integers(1, 4),
     )
     def submit(
         self,
@@ -80,11 +81,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: list[str],
         streams: bool,
         seed: int,
+        n: int,
     ) -> None:
-        """A prompt that begins like others."""
+        """Prompts that begin like others."""
         tokens = [*STEMS[stem][:shared], *own][-self.books.n_ctx + 1 :]
         limit = min(max_tokens, self.books.n_ctx - len(tokens))
-        self.books.submit(tokens, max_tokens=limit, stop=stop, streams=streams, seed=seed)
+        for i in range(n):
+            self.books.submit(tokens, max_tokens=limit, stop=stop, streams=streams, seed=seed + i)
 
     @precondition(lambda self: self.books.requests)
     @rule(data=st.data(), own=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 20))
@@ -149,7 +152,7 @@ def test_every_history_keeps_every_promise() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

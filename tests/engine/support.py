@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENDLESS",
     "ONE_THREAD",
+    "SURE_PROMPTS",
     "HeldSteps",
     "count_pieces",
     "held_steps",
@@ -41,6 +42,16 @@ ONE_THREAD = EngineConfig(n_threads=1)
 
 ENDLESS = 1_000_000
 """A `max_tokens` that only the pool ends."""
+
+
+# What SmolLM2 is sure to say after these does not hang on how its steps are cut: over 24 tokens
+# the likeliest is ahead by more than 1 in logits, cuts and neighbours move them by a tenth of that.
+SURE_PROMPTS = (
+    "1, 2, 3, 4, 5, 6, 7, 8,",
+    "11, 12, 13, 14, 15, 16, 17, 18,",
+    "I am here. I am here. I am here. I am here. I am here. I am",
+    "Row, row, row your boat, row, row, row your boat, row, row, row your boat,",
+)
 
 
 async def until(condition: Callable[[], bool]) -> None:

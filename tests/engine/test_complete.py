@@ -11,7 +11,14 @@ import trio
 
 from llamad_trio import Message, PromptTooLong, Request, open_engine
 from llamad_trio.llama.runtime import LlamaRuntime
-from tests.engine.support import ENDLESS, ONE_THREAD, held_steps, until, until_idle
+from tests.engine.support import (
+    ENDLESS,
+    ONE_THREAD,
+    SURE_PROMPTS,
+    held_steps,
+    until,
+    until_idle,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -289,18 +296,12 @@ async def test_twenty_requests_on_four_slots_all_complete(engine: Engine) -> Non
 
 
 async def test_texts_do_not_mix(engine: Engine) -> None:
-    prompts = [
-        "The quick brown fox jumps over the lazy",
-        "One, two, three, four, five, six,",
-        "Monday, Tuesday, Wednesday, Thursday,",
-        "A, B, C, D, E, F,",
-    ]
-    requests = [Request(p, raw=True, max_tokens=4, temperature=0) for p in prompts]
+    requests = [Request(p, raw=True, max_tokens=6, temperature=0) for p in SURE_PROMPTS]
     alone = [await engine.complete_text(request) for request in requests]
     together = [done.text for done in await complete_all(engine, requests)]
     assert together == alone
-    assert together[0].startswith(" dog")
-    assert together[1].startswith(" seven")
+    assert together[0].startswith(" 9, 10")
+    assert together[1].startswith(" 19, 2")
 
 
 async def test_one_slot_serves_in_the_order_of_arrival(

@@ -8,15 +8,20 @@ import pytest
 import trio
 
 from llamad_trio import Busy, Request, open_engine
-from tests.engine.support import ENDLESS, ONE_THREAD, held_steps, until, until_idle
+from tests.engine.support import (
+    ENDLESS,
+    ONE_THREAD,
+    SURE_PROMPTS,
+    held_steps,
+    until,
+    until_idle,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
 
-# Texts of which the model is sure: its choice does not hang on how its steps are cut.
-PROMPTS = [word_pair * 8 for word_pair in (" red blue", " one two", " cat dog", " up down")]
 
 
 async def complete_all(engine: Engine, requests: list[Request]) -> list[str]:
@@ -38,7 +43,7 @@ async def complete_all(engine: Engine, requests: list[Request]) -> list[str]:
 async def test_preempted_requests_say_what_they_would_have_said_alone(
     smollm2_path: Path,
 ) -> None:
-    requests = [Request(p, raw=True, max_tokens=24, temperature=0) for p in PROMPTS]
+    requests = [Request(p, raw=True, max_tokens=24, temperature=0) for p in SURE_PROMPTS]
     async with open_engine(smollm2_path, ONE_THREAD, n_ctx=256) as engine:
         alone = [await engine.complete_text(request) for request in requests]
         assert engine.stats().preemptions == 0

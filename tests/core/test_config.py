@@ -1,0 +1,257 @@
+"""How an engine is set up: by fields, by the environment, and what is left to the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+import attrs
+import pytest
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ProtocolError
+
+T = TypeVar("T")
+
+
+class SomeLane:
+    """Just enough to be taken for a lane."""
+
+    def hosted(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
+        return job()
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    config = EngineConfig()
+    assert (config.n_slots, config.n_batch, config.kv_cache) == (4, 512, True)
+    assert (config.n_ctx, config.n_threads, config.n_threads_batch) == (None, None, None)
+    assert (config.max_queue, config.lane) == (None, None)
+    assert (config.n_gpu_layers, config.use_mlock) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high"),
+    [
+        ("n_slots", 1, 512),
+        ("n_ctx", 1, 1_048_576),
+        ("n_threads", 1, 256),
+        ("n_threads_batch", 1, 256),
+        ("n_batch", 1, 1_048_576),
+        ("max_queue", 0, 2**31 - 1),
+        ("step_target_s", 0.001, 60.0),
+        ("n_gpu_layers", -1, 2**31 - 1),
+        ("main_gpu", 0, 255),
+        ("rope_freq_base", 0.0, 1e12),
+        ("rope_freq_scale", 0.0, 1e6),
+    ],
+)
+def test_numbers_are_clamped_to_their_range(field: str, low: float, high: float) -> None:
+    def given_as(value: float) -> Any:
+        return getattr(EngineConfig(**{field: value}), field)  # type: ignore[arg-type]
+
+    assert (given_as(-(10**400)), given_as(10**400)) == (low, high)
+
+
+def test_nan_is_the_default() -> None:
+    assert EngineConfig(step_target_s=math.nan).step_target_s == 0.1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n_slots", True),
+        ("n_slots", None),
+        ("n_ctx", "4096"),
+        ("n_threads", 2.0),
+        ("kv_cache", 1),
+        ("use_mlock", None),
+        ("flash_attn", "on"),
+        ("split_mode", "rows"),
+        ("type_k", "q3_0"),
+        ("type_v", 8),
+        ("tensor_split", "1,2"),
+        ("tensor_split", b"12"),
+        ("tensor_split", ["1"]),
+        ("tensor_split", 1.0),
+        ("lane", "mine"),
+        ("lane", 3),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("split_mode", "row"),
+        ("type_k", "q8_0"),
+        ("type_v", "f16"),
+        ("flash_attn", None),
+        ("flash_attn", False),
+        ("use_mmap", None),
+        ("lane", "own"),
+    ],
+)
+def test_what_is_passed_to_llama_cpp_is_kept(field: str, value: Any) -> None:
+    assert getattr(EngineConfig(**{field: value}), field) == value
+
+
+def test_shares_become_numbers() -> None:
+    assert EngineConfig(tensor_split=[1, 2.5, -3]).tensor_split == (1.0, 2.5, 0.0)  # type: ignore[arg-type]
+
+
+def test_a_lane_of_the_applications_own_is_kept() -> None:
+    lane = SomeLane()
+    assert EngineConfig(lane=lane).lane is lane
+
+
+def test_a_config_is_frozen_and_varied_by_evolve() -> None:
+    config = EngineConfig()
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        config.n_slots = 8  # type: ignore[misc]
+    assert attrs.evolve(config, n_slots=9999).n_slots == 512
+    with pytest.raises(TypeError):
+        EngineConfig(slots=4)  # type: ignore[call-arg]
+
+
+# -- the environment ----------------------------------------------------------------------
+
+
+def test_an_empty_environment_is_the_defaults() -> None:
+    assert EngineConfig.from_env({}) == EngineConfig()
+
+
+def test_every_variable_of_the_contract_is_read() -> None:
+    environ = {
+        "LLAMAD_N_SLOTS": "2",
+        "LLAMAD_N_CTX": " 1024 ",
+        "LLAMAD_N_THREADS": "3",
+        "LLAMAD_N_THREADS_BATCH": "5",
+        "LLAMAD_KV_CACHE": "off",
+        "LLAMAD_N_BATCH": "64",
+        "LLAMAD_MAX_QUEUE": "7",
+        "LLAMAD_UNKNOWN": "1",
+        "N_SLOTS": "9",
+    }
+    assert EngineConfig.from_env(environ) == EngineConfig(
+        n_slots=2,
+        n_ctx=1024,
+        n_threads=3,
+        n_threads_batch=5,
+        kv_cache=False,
+        n_batch=64,
+        max_queue=7,
+    )
+
+
+def test_the_environment_is_the_processs_own_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAD_N_SLOTS", "11")
+    assert EngineConfig.from_env().n_slots == 11
+
+
+@pytest.mark.parametrize("variable", ["LLAMAD_N_SLOTS", "LLAMAD_N_CTX", "LLAMAD_KV_CACHE"])
+@pytest.mark.parametrize("value", ["", "many", "4.5", "0x10", "nan", "9" * 5000, "2 3"])
+def test_what_cannot_be_read_keeps_the_default_and_is_logged(
+    variable: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="llamad_trio"):
+        assert EngineConfig.from_env({variable: value}) == EngineConfig()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert variable in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("variable", "field", "value", "clamped"),
+    [
+        ("LLAMAD_N_SLOTS", "n_slots", "0", 1),
+        ("LLAMAD_N_SLOTS", "n_slots", "100000", 512),
+        ("LLAMAD_N_CTX", "n_ctx", "-5", 1),
+        ("LLAMAD_N_CTX", "n_ctx", "9999999999999", 1_048_576),
+        ("LLAMAD_N_THREADS", "n_threads", "257", 256),
+        ("LLAMAD_MAX_QUEUE", "max_queue", "-1", 0),
+    ],
+)
+def test_what_is_out_of_range_is_clamped_without_a_word(
+    variable: str, field: str, value: str, clamped: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert getattr(EngineConfig.from_env({variable: value}), field) == clamped
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", "On", " true "])
+def test_words_for_true(word: str) -> None:
+    assert EngineConfig.from_env({"LLAMAD_KV_CACHE": word}).kv_cache is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "NO", "Off", " no\n"])
+def test_words_for_false(word: str) -> None:
+    assert EngineConfig.from_env({"LLAMAD_KV_CACHE": word}).kv_cache is False
+
+
+# -- what depends on the model and the machine --------------------------------------------
+
+
+def resolved(*, n_ctx_train: int = 2048, n_cores: int = 6, **fields: Any) -> EngineConfig:
+    return EngineConfig(**fields).resolve(n_ctx_train=n_ctx_train, n_cores=n_cores, max_slots=256)
+
+
+@pytest.mark.parametrize(
+    ("asked", "trained", "n_ctx"),
+    [(None, 2048, 2048), (None, 131_072, 4096), (None, 0, 4096), (9000, 2048, 9000), (10, 0, 10)],
+)
+def test_the_pool_is_4096_tokens_or_what_the_model_was_trained_for(
+    asked: int | None, trained: int, n_ctx: int
+) -> None:
+    assert resolved(n_ctx=asked, n_ctx_train=trained).n_ctx == n_ctx
+
+
+@pytest.mark.parametrize(
+    ("fields", "threads"),
+    [
+        ({}, (6, 6)),
+        ({"n_threads": 2}, (2, 2)),
+        ({"n_threads_batch": 3}, (6, 3)),
+        ({"n_threads": 2, "n_threads_batch": 4}, (2, 4)),
+    ],
+)
+def test_threads_are_the_cores_unless_told(
+    fields: dict[str, int], threads: tuple[int, int]
+) -> None:
+    config = resolved(**fields)
+    assert (config.n_threads, config.n_threads_batch) == threads
+
+
+def test_more_cores_than_llama_cpp_takes_threads_are_clamped() -> None:
+    assert resolved(n_cores=1000).n_threads == 256
+
+
+def test_slots_are_no_more_than_llama_cpp_allows() -> None:
+    assert resolved(n_slots=500).n_slots == 256
+
+
+@pytest.mark.parametrize(("n_batch", "n_slots", "expected"), [(1, 8, 8), (512, 8, 512)])
+def test_a_step_has_room_for_a_token_of_every_slot(
+    n_batch: int, n_slots: int, expected: int
+) -> None:
+    assert resolved(n_batch=n_batch, n_slots=n_slots).n_batch == expected
+
+
+def test_everything_else_stays_and_a_second_time_changes_nothing() -> None:
+    once = resolved(kv_cache=False, max_queue=3, type_k="q8_0", step_target_s=0.5)
+    assert (once.kv_cache, once.max_queue, once.type_k, once.step_target_s) == (
+        False,
+        3,
+        "q8_0",
+        0.5,
+    )
+    assert once.resolve(n_ctx_train=1, n_cores=1, max_slots=256) == once

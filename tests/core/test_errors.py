@@ -1,0 +1,117 @@
+"""Errors say what happened, carry their fields, and survive a trip to another process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from llamad_trio.core import errors
+from llamad_trio.core.errors import (
+    Busy,
+    ContextOverflow,
+    Disconnected,
+    EngineClosed,
+    InferenceError,
+    LlamadError,
+    ModelLoadError,
+    PromptTooLong,
+    ProtocolError,
+    SessionFatal,
+    UnsupportedFeature,
+)
+
+EXAMPLES: list[tuple[LlamadError, dict[str, Any], str]] = [
+    (
+        ModelLoadError("a.gguf", "no such file"),
+        {"path": "a.gguf", "reason": "no such file"},
+        "cannot load model 'a.gguf': no such file",
+    ),
+    (
+        Busy(3, 2),
+        {"queued": 3, "max_queue": 2},
+        "busy: 3 requests are waiting, the limit is 2",
+    ),
+    (
+        PromptTooLong(90, 80),
+        {"tokens": 90, "budget": 80},
+        "prompt too long: 90 tokens, at most 80 fit",
+    ),
+    (
+        ContextOverflow("decode", 60, 5, 64),
+        {"stage": "decode", "resident_tokens": 60, "additional_tokens": 5, "n_ctx": 64},
+        "context overflow in decode: 60 tokens resident, 5 more do not fit in 64",
+    ),
+    (ProtocolError("bad role"), {"reason": "bad role"}, "invalid request: bad role"),
+    (
+        UnsupportedFeature("embeddings", "a decoder"),
+        {"feature": "embeddings", "reason": "a decoder"},
+        "embeddings is not supported: a decoder",
+    ),
+    (InferenceError("NaN"), {"reason": "NaN"}, "inference: NaN"),
+    (SessionFatal("lost count"), {"reason": "lost count"}, "engine stopped: lost count"),
+    (EngineClosed(), {}, "the engine is closed"),
+    (Disconnected(), {}, "the other side disconnected"),
+]
+
+every_error = pytest.mark.parametrize(
+    ("error", "fields", "message"), EXAMPLES, ids=[type(e).__name__ for e, _, _ in EXAMPLES]
+)
+
+
+def fields_of(error: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(error, name) for name in names}
+
+
+def test_the_examples_are_all_there_are() -> None:
+    assert {type(error).__name__ for error, _, _ in EXAMPLES} == {*errors.__all__} - {"LlamadError"}
+
+
+@every_error
+def test_it_says_what_happened(error: LlamadError, fields: dict[str, Any], message: str) -> None:
+    assert str(error) == message
+
+
+@every_error
+def test_it_carries_its_fields(error: LlamadError, fields: dict[str, Any], message: str) -> None:
+    assert fields_of(error, fields) == fields
+    assert isinstance(error, LlamadError)
+
+
+@every_error
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_it_pickles(
+    error: LlamadError, fields: dict[str, Any], message: str, protocol: int
+) -> None:
+    twin = pickle.loads(pickle.dumps(error, protocol))
+    assert type(twin) is type(error)
+    assert (fields_of(twin, fields), str(twin)) == (fields, message)
+
+
+@every_error
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_it_can_be_copied(
+    error: LlamadError, fields: dict[str, Any], message: str, copied: Any
+) -> None:
+    twin = copied(error)
+    assert twin is not error
+    assert (fields_of(twin, fields), str(twin)) == (fields, message)
+
+
+@every_error
+def test_it_can_be_raised_and_chained(
+    error: LlamadError, fields: dict[str, Any], message: str
+) -> None:
+    cause = ValueError("why")
+    with pytest.raises(type(error)) as caught:
+        raise error from cause
+    assert caught.value is error
+    assert error.__cause__ is cause
+    assert error.__traceback__ is not None
+
+
+def test_the_base_catches_and_pickles_too() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(LlamadError())), LlamadError)

@@ -1,0 +1,212 @@
+"""What a valid request is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.request import MAX_INT, MAX_STOP_CHARS, MAX_STOPS, Message, Request
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    request = Request("hello")
+    assert attrs.asdict(request) == {
+        "prompt": "hello",
+        "system": None,
+        "history": (),
+        "max_tokens": 256,
+        "temperature": 0.1,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.0,
+        "repeat_penalty": 1.05,
+        "repeat_last_n": -1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": None,
+        "stop": (),
+        "grammar": None,
+        "grammar_root": "root",
+        "raw": False,
+    }
+
+
+RANGES = [
+    ("max_tokens", 1, MAX_INT),
+    ("temperature", 0.0, 2.0),
+    ("top_k", 0, MAX_INT),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repeat_penalty", 0.0, 2.0),
+    ("repeat_last_n", -1, MAX_INT),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("seed", 0, 2**32 - 1),
+]
+
+
+@pytest.mark.parametrize(("field", "low", "high"), RANGES)
+def test_numbers_are_clamped_to_their_range(field: str, low: float, high: float) -> None:
+    def given_as(value: float) -> Any:
+        return getattr(Request("x", **{field: value}), field)  # type: ignore[arg-type]
+
+    assert (given_as(-(10**400)), given_as(10**400)) == (low, high)
+    assert (given_as(low), given_as(high)) == (low, high)
+    if isinstance(low, float):
+        assert (given_as(-math.inf), given_as(math.inf)) == (low, high)
+        assert given_as(math.nan) == getattr(Request("x"), field)
+
+
+@pytest.mark.parametrize("field", [field for field, _, _ in RANGES])
+@pytest.mark.parametrize("value", ["1", True, [1]])
+def test_a_number_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        Request("x", **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["prompt", "system", "grammar", "grammar_root"])
+@pytest.mark.parametrize("value", ["a\0", "\ud800", b"bytes", 1])
+def test_text_that_llama_cpp_could_not_take_is_refused(field: str, value: object) -> None:
+    fields: dict[str, Any] = {"prompt": "x", field: value}
+    with pytest.raises(ProtocolError, match=field):
+        Request(**fields)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError):
+        Request("x", temprature=0.5)  # type: ignore[call-arg]
+
+
+# -- prompts ------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers()))
+def test_a_prompt_may_be_token_ids(tokens: list[int]) -> None:
+    assert Request(tokens).prompt == tuple(tokens)
+
+
+@pytest.mark.parametrize("prompt", [[1, "2"], [1.0], [True], None, 5, {1}, b"\1", bytearray(1)])
+def test_a_prompt_of_anything_else_is_refused(prompt: Any) -> None:
+    with pytest.raises(ProtocolError, match="prompt"):
+        Request(prompt)
+
+
+@pytest.mark.parametrize("fields", [{"system": "be brief"}, {"history": [Message("user", "a")]}])
+@pytest.mark.parametrize("prompt", [{"prompt": "x", "raw": True}, {"prompt": [1, 2]}])
+def test_what_needs_the_template_is_refused_where_it_is_skipped(
+    fields: dict[str, Any], prompt: dict[str, Any]
+) -> None:
+    with pytest.raises(ProtocolError, match="chat template"):
+        Request(**fields, **prompt)
+
+
+def test_the_conversation_is_system_history_prompt() -> None:
+    history = [Message("user", "a"), Message("assistant", "b")]
+    request = Request("c", system="s", history=history)
+    assert request.messages == (Message("system", "s"), *history, Message("user", "c"))
+    assert Request("c").messages == (Message("user", "c"),)
+
+
+def test_token_ids_are_no_conversation() -> None:
+    with pytest.raises(ProtocolError, match="no messages"):
+        _ = Request([1]).messages
+
+
+def test_its_size_is_that_of_all_its_text() -> None:
+    history = [Message("user", "ab"), Message("assistant", "cde")]
+    assert Request("xyz", system="s", history=history).n_chars == 9
+    assert Request([7, 8]).n_chars == 2
+
+
+# -- messages -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["tool", "User", "", 3, None, ["user"]])
+def test_an_unknown_role_is_refused(role: Any) -> None:
+    with pytest.raises(ProtocolError, match="role"):
+        Message(role, "text")
+
+
+@pytest.mark.parametrize("content", ["a\0", "\udfff", 1, None])
+def test_bad_content_is_refused(content: Any) -> None:
+    with pytest.raises(ProtocolError, match="content"):
+        Message("user", content)
+
+
+@pytest.mark.parametrize("history", ["user", "", b"", 5, None, [("user", "a")], [None]])
+def test_a_history_of_anything_but_messages_is_refused(history: Any) -> None:
+    with pytest.raises(ProtocolError, match="history"):
+        Request("x", history=history)
+
+
+def test_a_history_may_be_any_iterable_and_is_read_once() -> None:
+    turns = (Message("user", str(i)) for i in range(3))
+    assert [turn.content for turn in Request("x", history=turns).history] == ["0", "1", "2"]  # type: ignore[arg-type]
+
+
+# -- stops --------------------------------------------------------------------------------
+
+
+def test_empty_stops_are_dropped() -> None:
+    assert Request("x", stop=["", "a", ""]).stop == ("a",)
+
+
+@pytest.mark.parametrize("stop", ["END", "", b"", None, 5, [1], ["a\0"], ["\ud800"]])
+def test_stops_must_be_a_list_of_texts(stop: Any) -> None:
+    with pytest.raises(ProtocolError, match="stop"):
+        Request("x", stop=stop)
+
+
+def test_stops_are_bounded_in_number_and_size() -> None:
+    assert len(Request("x", stop=["a"] * MAX_STOPS).stop) == MAX_STOPS
+    with pytest.raises(ProtocolError, match="at most"):
+        Request("x", stop=["a"] * (MAX_STOPS + 1))
+    assert Request("x", stop=["a" * MAX_STOP_CHARS]).stop
+    with pytest.raises(ProtocolError, match="exceed"):
+        Request("x", stop=["a" * MAX_STOP_CHARS, "a"])
+
+
+# -- frozen -------------------------------------------------------------------------------
+
+
+def test_a_request_is_frozen_and_varied_by_evolve() -> None:
+    request = Request("x", seed=1)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        request.seed = 2  # type: ignore[misc]
+    varied = attrs.evolve(request, seed=2, temperature=99)
+    assert (varied.prompt, varied.seed, varied.temperature) == ("x", 2, 2.0)
+    assert request.seed == 1
+    with pytest.raises(ProtocolError):
+        attrs.evolve(request, seed="2")  # type: ignore[arg-type]
+
+
+def test_a_request_can_be_a_key() -> None:
+    assert len({Request("x", stop=["a"]), Request("x", stop=("a",)), Request([1])}) == 2
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+            for name in attrs.fields_dict(Request)
+            if name != "prompt"
+        },
+    )
+)
+def test_any_values_make_a_valid_request_or_a_protocol_error(fields: dict[str, Any]) -> None:
+    try:
+        request = Request("x", **fields)
+    except ProtocolError:
+        return
+    assert attrs.evolve(request) == request
+    assert request.max_tokens >= 1
+    assert 0.0 <= request.temperature <= 2.0
+    assert request.seed is None or 0 <= request.seed < 2**32
+    assert all(request.stop)

@@ -1,0 +1,293 @@
+"""What cannot be computed is refused with a typed error, and the engine goes on serving."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llamad_trio import (
+    Message,
+    ModelLoadError,
+    PromptTooLong,
+    ProtocolError,
+    Request,
+    UnsupportedFeature,
+    open_engine,
+)
+from tests.engine.support import ONE_THREAD, threads_of_ours, until_idle
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from llamad_trio import Engine
+    from tests.models import TinyModels
+
+# -- files ----------------------------------------------------------------------------------
+
+
+async def refusal_of(model: str | Path) -> ModelLoadError:
+    """The error with which a model is refused."""
+    with pytest.raises(ModelLoadError) as caught:
+        async with open_engine(model, ONE_THREAD):
+            pytest.fail("loaded")
+    assert threads_of_ours() == []
+    assert caught.value.path == str(model)
+    assert caught.value.reason
+    return caught.value
+
+
+async def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert (await refusal_of(tmp_path / "none.gguf")).reason == "no such file"
+
+
+async def test_a_directory_is_refused(tmp_path: Path) -> None:
+    assert (await refusal_of(tmp_path)).reason == "is a directory"
+
+
+async def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    assert (await refusal_of(path)).reason == "is not a regular file"
+
+
+async def test_a_path_through_a_file_is_refused(tiny_path: Path) -> None:
+    await refusal_of(tiny_path / "model.gguf")
+
+
+@pytest.mark.parametrize("path", ["model\0.gguf", "x" * 10_000, "lone \ud800 surrogate.gguf"])
+async def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
+    await refusal_of(path)
+
+
+async def test_an_unknown_name_is_refused() -> None:
+    await refusal_of("no-such-model")
+
+
+async def test_a_known_model_that_is_not_pulled_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAD_MODELS_DIR", str(tmp_path))
+    error = await refusal_of("smollm2-135m")
+    assert "pull smollm2-135m" in error.reason
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"G", b"GGUF", b"once upon a time\n", bytes(1000), b"\xff" * 1000]
+)
+async def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    await refusal_of(path)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 0.99])
+async def test_a_truncated_gguf_is_refused(tmp_path: Path, tiny_path: Path, share: float) -> None:
+    whole = tiny_path.read_bytes()
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole[: int(share * len(whole))])
+    await refusal_of(path)
+    path.write_bytes(whole)
+    async with open_engine(path, ONE_THREAD) as engine:
+        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+@pytest.mark.parametrize("name", ["with space ü 猫.gguf", os.fsdecode(b"not utf-8 \xff.gguf")])
+async def test_any_file_name_will_do(tmp_path: Path, tiny_path: Path, name: str) -> None:
+    path = tmp_path / name
+    try:
+        shutil.copy(tiny_path, path)
+    except OSError:
+        pytest.skip("the file system has no such names")
+    async with open_engine(path, ONE_THREAD) as engine:
+        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_an_encoder_cannot_continue_a_text(tiny_model: TinyModels) -> None:
+    with pytest.raises(UnsupportedFeature, match="generation"):
+        async with open_engine(tiny_model("encoder"), ONE_THREAD):
+            pytest.fail("opened")
+    assert threads_of_ours() == []
+
+
+async def test_settings_that_llama_cpp_refuses_are_a_load_error(tiny_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        # A type of 32 values a block, and heads of 16.
+        async with open_engine(tiny_path, ONE_THREAD, type_k="q8_0", n_ctx=256):
+            pytest.fail("opened")
+
+
+# -- requests -------------------------------------------------------------------------------
+
+BAD_REQUESTS: dict[str, dict[str, Any]] = {
+    "prompt none": {"request": None},
+    "prompt number": {"request": 5},
+    "prompt bytes": {"request": b"the cat"},
+    "prompt nul": {"request": "the\0cat"},
+    "prompt surrogate": {"request": "the \ud800 cat"},
+    "prompt list of text": {"request": ["the", "cat"]},
+    "prompt list of bool": {"request": [True]},
+    "token negative": {"request": [-1]},
+    "token one too many": {"request": [1, 296]},
+    "token huge": {"request": [2**31]},
+    "token beyond 64 bits": {"request": [10**30]},
+    "no tokens": {"request": []},
+    "unknown field": {"temprature": 1.0},
+    "system number": {"system": 5},
+    "system nul": {"system": "\0"},
+    "history text": {"history": "the cat"},
+    "history dict": {"history": [{"role": "user", "content": "the cat"}]},
+    "history with raw": {"history": [Message("user", "x")], "raw": True},
+    "system with tokens": {"request": [5], "system": "x"},
+    "max_tokens float": {"max_tokens": 1.5},
+    "max_tokens text": {"max_tokens": "5"},
+    "max_tokens bool": {"max_tokens": True},
+    "max_tokens none": {"max_tokens": None},
+    "temperature text": {"temperature": "hot"},
+    "top_k float": {"top_k": 0.5},
+    "seed float": {"seed": 1.0},
+    "stop text": {"stop": "the"},
+    "stop number": {"stop": [5]},
+    "stop nul": {"stop": ["\0"]},
+    "raw number": {"raw": 1},
+    "grammar number": {"grammar": 5},
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+async def test_a_bad_request_is_a_protocol_error(tiny: Engine, name: str) -> None:
+    fields = {"request": "the cat", **BAD_REQUESTS[name]}
+    with pytest.raises(ProtocolError) as caught:
+        await tiny.complete(**fields)
+    assert caught.value.reason
+    with pytest.raises(ProtocolError):
+        async with tiny.stream(**fields) as tokens:
+            await tokens.result()
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+    await until_idle(tiny)
+
+
+async def test_an_unknown_role_is_a_protocol_error() -> None:
+    roles: list[Any] = ["root", "", "User", 5, None]
+    for role in roles:
+        with pytest.raises(ProtocolError):
+            Message(role, "the cat")
+
+
+async def test_an_empty_raw_prompt_is_refused_where_nothing_else_begins_the_text(
+    engine: Engine,
+) -> None:
+    with pytest.raises(ProtocolError, match="empty"):
+        await engine.complete("", raw=True)
+    assert (await engine.complete("", max_tokens=1)).prompt_tokens > 1
+    with pytest.raises(ProtocolError):
+        await engine.complete(Request([engine.info.n_vocab]))
+    assert (await engine.complete("Hi", max_tokens=2)).generated_tokens == 2
+
+
+async def test_an_empty_raw_prompt_is_bos_where_the_model_begins_with_it(tiny: Engine) -> None:
+    assert (await tiny.complete("", raw=True, max_tokens=2)).prompt_tokens == 1
+
+
+EXTREMES: dict[str, list[Any]] = {
+    "max_tokens": [-5, 0, 10**30],
+    "temperature": [float("nan"), float("inf"), float("-inf"), -1, 10**400],
+    "top_k": [-1, 0, 1, 10**30],
+    "top_p": [float("nan"), -1.0, 0.0, 1e-30, float("inf")],
+    "min_p": [float("nan"), -1.0, 1.0, float("inf")],
+    "repeat_penalty": [float("nan"), 0.0, -1.0, float("inf")],
+    "repeat_last_n": [-5, 0, 1, 10**30],
+    "presence_penalty": [float("nan"), float("-inf"), float("inf")],
+    "frequency_penalty": [float("nan"), float("-inf"), float("inf")],
+    "seed": [-1, 0, 2**32 - 1, 10**30],
+    "stop": [(), [""], ["", "x"], iter(["y"])],
+}
+
+
+@pytest.mark.parametrize("field", EXTREMES)
+async def test_a_number_out_of_range_is_clamped_and_nan_is_the_default(
+    tiny_path: Path, field: str
+) -> None:
+    async with open_engine(tiny_path, ONE_THREAD, n_ctx=64) as engine:
+        for value in EXTREMES[field]:
+            fields = {"max_tokens": 8, "temperature": 1.0, field: value}
+            done = await engine.complete("the cat", **fields)
+            assert done.generated_tokens >= 1
+        assert engine.stats().requests["completed"] == len(EXTREMES[field])
+
+
+async def test_a_grammar_is_not_silently_ignored(tiny: Engine) -> None:
+    with pytest.raises(UnsupportedFeature, match="grammar"):
+        await tiny.complete("the cat", grammar='root ::= "a"')
+    with pytest.raises(UnsupportedFeature, match="grammar"):
+        async with tiny.stream("the cat", grammar='root ::= "a"'):
+            pytest.fail("entered")
+    assert tiny.stats().steps == 0
+
+
+# -- templates ------------------------------------------------------------------------------
+
+
+async def test_without_a_template_only_a_raw_prompt_will_do(tiny_model: TinyModels) -> None:
+    async with open_engine(tiny_model("attention", chat_template=None), ONE_THREAD) as engine:
+        assert not engine.info.has_template
+        with pytest.raises(ProtocolError, match="raw=True"):
+            await engine.complete("the cat")
+        with pytest.raises(ProtocolError, match="raw=True"):
+            await engine.render("the cat")
+        assert (await engine.complete("the cat", raw=True, max_tokens=2)).generated_tokens == 2
+        assert (await engine.complete(Request([20, 21]), max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_template_that_refuses_a_conversation_costs_that_request_only(
+    tiny_model: TinyModels,
+) -> None:
+    template = (
+        "{%- if messages | length > 1 -%}{{ raise_exception('one message at a time') }}{%- endif -%}"
+        "{{ messages[0].content }}"
+    )
+    async with open_engine(tiny_model("attention", chat_template=template), ONE_THREAD) as engine:
+        with pytest.raises(ProtocolError, match="one message at a time"):
+            await engine.complete("the cat", system="a hat")
+        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_broken_template_leaves_raw_prompts(tiny_model: TinyModels) -> None:
+    async with open_engine(tiny_model("attention", chat_template="{% if %}"), ONE_THREAD) as engine:
+        with pytest.raises(UnsupportedFeature):
+            await engine.complete("the cat")
+        assert (await engine.complete("the cat", raw=True, max_tokens=2)).generated_tokens == 2
+
+
+# -- text and tokens ------------------------------------------------------------------------
+
+BAD_QUESTIONS: dict[str, Callable[[Any], Awaitable[object]]] = {
+    "tokenize number": lambda e: e.tokenize(5),
+    "tokenize list": lambda e: e.tokenize([5]),
+    "tokenize nul": lambda e: e.tokenize("a\0b"),
+    "tokenize surrogate": lambda e: e.tokenize("\udfff"),
+    "detokenize text": lambda e: e.detokenize("abc"),
+    "detokenize number": lambda e: e.detokenize(5),
+    "detokenize negative": lambda e: e.detokenize([-1]),
+    "detokenize unknown": lambda e: e.detokenize([5, 296]),
+    "detokenize huge": lambda e: e.detokenize([10**30]),
+    "render unknown": lambda e: e.render(Request([10**9])),
+    "render none": lambda e: e.render(None),
+    "count unknown": lambda e: e.count_tokens(Request([-5])),
+    "count field": lambda e: e.count_tokens("the cat", sistem="x"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+async def test_a_bad_question_is_a_protocol_error(tiny: Engine, name: str) -> None:
+    with pytest.raises(ProtocolError):
+        await BAD_QUESTIONS[name](tiny)
+    assert await tiny.detokenize(await tiny.tokenize("the cat")) == "the cat"
+
+
+async def test_counting_a_text_that_can_never_fit_says_so(tiny: Engine) -> None:
+    with pytest.raises(PromptTooLong):
+        await tiny.count_tokens("a" * 3_000_000)

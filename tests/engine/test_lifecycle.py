@@ -1,0 +1,548 @@
+"""An engine is its block: what goes in comes out as itself, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import trio
+
+from llamad_trio import (
+    EngineClosed,
+    EngineConfig,
+    LlamadError,
+    ProtocolError,
+    Request,
+    SessionFatal,
+    open_engine,
+)
+from llamad_trio.llama.runtime import LlamaRuntime
+from tests.engine.support import (
+    ENDLESS,
+    ONE_THREAD,
+    count_pieces,
+    held_steps,
+    threads_of_ours,
+    until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from llamad_trio import Engine
+    from llamad_trio.core.plan import StepPlan, StepResult
+
+# -- exceptions of the body -----------------------------------------------------------------
+
+
+class Unusual(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("mine"),
+        Unusual("mine"),
+        KeyboardInterrupt(),
+        StopIteration("mine"),
+        StopAsyncIteration("mine"),
+        EngineClosed(),
+        ExceptionGroup("mine", [ValueError("one"), KeyError("two")]),
+        BaseExceptionGroup("mine", [Unusual("one")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_exception_of_the_body_comes_out_as_itself(
+    tiny_path: Path, error: BaseException
+) -> None:
+    caught: BaseException | None = None
+    try:
+        async with open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine:
+            async with engine.stream("the cat", max_tokens=ENDLESS) as tokens:
+                await tokens.receive()
+                raise error
+    except BaseException as raised:
+        caught = raised
+    assert caught is error
+
+
+async def test_a_group_of_errors_and_a_cancel_of_ours_leaves_the_errors(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail_when_cancelled() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise ValueError("mine")
+
+    crash(monkeypatch, SessionFatal("the books are wrong"))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with open_engine(tiny_path, ONE_THREAD) as engine, trio.open_nursery() as nursery:
+            nursery.start_soon(fail_when_cancelled)
+            nursery.start_soon(trio.sleep_forever)
+            async with engine.stream("the cat"):
+                await trio.sleep_forever()
+    assert caught.value.subgroup(trio.Cancelled) is None
+    assert caught.value.subgroup(ValueError) is not None
+    assert caught.value.subgroup(SessionFatal) is not None
+
+
+async def test_an_exception_of_the_body_keeps_its_cause(tiny_path: Path) -> None:
+    cause = KeyError("cause")
+    with pytest.raises(ValueError, match="mine") as caught:
+        async with open_engine(tiny_path, ONE_THREAD):
+            raise ValueError("mine") from cause
+    assert caught.value.__cause__ is cause
+
+
+async def test_a_cancel_around_the_block_is_no_error(smollm2_path: Path) -> None:
+    with trio.CancelScope() as scope:
+        async with open_engine(smollm2_path, ONE_THREAD) as engine:
+            async with engine.stream("Count to a million.", max_tokens=ENDLESS) as tokens:
+                await count_pieces(tokens, 2)
+                scope.cancel()
+                await tokens.result()
+    assert scope.cancelled_caught
+    assert threads_of_ours() == []
+
+
+async def test_a_cancel_inside_the_block_stays_inside(tiny: Engine) -> None:
+    with trio.CancelScope() as scope:
+        async with tiny.stream("the cat", max_tokens=ENDLESS) as tokens:
+            await tokens.receive()
+            scope.cancel()
+            await tokens.result()
+    assert scope.cancelled_caught
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_the_value_of_the_block_can_be_returned_out_of_it(tiny_path: Path) -> None:
+    async def ask() -> str:
+        async with open_engine(tiny_path, ONE_THREAD) as engine:
+            return await engine.complete_text("the cat", max_tokens=4, temperature=0)
+
+    assert await ask() == await ask() != ""
+
+
+# -- after the block ------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Engine], Awaitable[object]]] = {
+    "complete": lambda engine: engine.complete("the cat"),
+    "complete_text": lambda engine: engine.complete_text("the cat"),
+    "stream": lambda engine: engine.stream("the cat").__aenter__(),
+    "render": lambda engine: engine.render("the cat"),
+    "count_tokens": lambda engine: engine.count_tokens("the cat"),
+    "tokenize": lambda engine: engine.tokenize("the cat"),
+    "detokenize": lambda engine: engine.detokenize([5]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_an_engine_is_closed_after_its_block(tiny_path: Path, use: str) -> None:
+    async with open_engine(tiny_path, ONE_THREAD) as engine:
+        pass
+    with pytest.raises(EngineClosed):
+        await USES[use](engine)
+
+
+async def test_a_closed_engine_still_tells_what_it_was(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD) as engine:
+        await engine.complete("the cat", max_tokens=2)
+        info, config = engine.info, engine.config
+    assert (engine.info, engine.config) == (info, config)
+    assert engine.stats().requests["completed"] == 1
+    assert engine.stats().kv_used_tokens == 0
+
+
+async def test_requests_of_other_tasks_get_engine_closed_when_the_block_ends(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    uses = {
+        "running": lambda e: e.complete("the cat", max_tokens=ENDLESS),
+        "queued": lambda e: e.complete("a hat"),
+        "too": lambda e: e.complete_text("a hat"),
+    }
+
+    async def ask(engine: Engine, name: str) -> None:
+        try:
+            await uses[name](engine)
+        except EngineClosed:
+            errors.append(name)
+
+    async with trio.open_nursery() as nursery:
+        with held_steps(monkeypatch) as steps:
+            async with open_engine(tiny_path, ONE_THREAD, n_slots=1, n_ctx=8192) as engine:
+                nursery.start_soon(ask, engine, "running")
+                await until(steps.begun.is_set)
+                nursery.start_soon(ask, engine, "queued")
+                nursery.start_soon(ask, engine, "too")
+                await until(lambda: engine.stats().queued == 2)
+                steps.let_go()
+    assert sorted(errors) == ["queued", "running", "too"]
+    assert engine.stats().requests == {"completed": 0, "failed": 3, "cancelled": 0}
+
+
+async def test_a_question_under_way_is_answered_or_refused_when_the_block_ends(
+    tiny_path: Path,
+) -> None:
+    answers: list[object] = []
+
+    async def ask(engine: Engine) -> None:
+        try:
+            answers.append(await engine.tokenize("the cat " * 1000))
+        except EngineClosed as error:
+            answers.append(error)
+
+    async with trio.open_nursery() as nursery:
+        async with open_engine(tiny_path, ONE_THREAD) as engine:
+            for _ in range(5):
+                nursery.start_soon(ask, engine)
+            await trio.lowlevel.checkpoint()
+    assert len(answers) == 5
+
+
+async def test_closing_aborts_the_step_that_runs(smollm2_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        async with open_engine(smollm2_path, ONE_THREAD) as engine:
+
+            async def ask() -> None:
+                with pytest.raises(EngineClosed):
+                    await engine.complete(Request([7] * 4000))
+
+            nursery.start_soon(ask)
+            await until(lambda: engine.stats().slots["prefill"] == 1)
+    # The rest of the prompt was never read.
+    assert engine.stats().prefill_tokens < 4000
+    assert threads_of_ours() == []
+
+
+# -- a crash --------------------------------------------------------------------------------
+
+
+def crash(monkeypatch: pytest.MonkeyPatch, error: Exception, *, after_steps: int = 0) -> None:
+    """Make the steps of every engine raise `error` after so many have run."""
+    run_step, n_steps = LlamaRuntime.step, 0
+
+    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps > after_steps:
+            raise error
+        return run_step(runtime, plan)
+
+    monkeypatch.setattr(LlamaRuntime, "step", step)
+
+
+async def test_a_fatal_step_ends_the_block_and_every_request_with_its_error(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fatal = SessionFatal("the books are wrong")
+    crash(monkeypatch, fatal, after_steps=6)
+    errors: list[LlamadError] = []
+
+    async def ask(engine: Engine) -> None:
+        try:
+            await engine.complete("the cat", max_tokens=ENDLESS)
+        except LlamadError as error:
+            errors.append(error)
+
+    async def read(engine: Engine) -> None:
+        async with engine.stream("the cat", max_tokens=ENDLESS) as tokens:
+            try:
+                await tokens.result()
+            except LlamadError as error:
+                assert tokens.text
+                errors.append(error)
+
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(SessionFatal) as caught:
+            async with open_engine(tiny_path, ONE_THREAD, n_slots=2, n_ctx=8192) as engine:
+                nursery.start_soon(read, engine)
+                await until(lambda: engine.stats().slots["decode"] >= 1)
+                for _ in range(4):
+                    nursery.start_soon(ask, engine)
+                await trio.sleep_forever()
+    assert caught.value == fatal
+    assert errors == [fatal] * 5
+    assert threads_of_ours() == []
+    with pytest.raises(SessionFatal):
+        await engine.complete("the cat")
+
+
+async def test_a_fatal_step_ends_the_block_through_the_call_that_waits_for_it(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(monkeypatch, SessionFatal("the books are wrong"), after_steps=1)
+    with pytest.raises(SessionFatal, match="the books are wrong"):
+        async with open_engine(smollm2_path, ONE_THREAD) as engine:
+            await engine.complete("Hi")
+
+
+async def test_a_bug_in_a_step_ends_the_block_with_the_bug(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(monkeypatch, ZeroDivisionError("a bug"))
+    errors: list[LlamadError] = []
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        async with open_engine(tiny_path, ONE_THREAD) as engine:
+            try:
+                await engine.complete("the cat")
+            except LlamadError as error:
+                errors.append(error)
+            await trio.sleep_forever()
+    assert [type(error) for error in errors] == [EngineClosed]
+
+
+async def test_another_engine_outlives_a_crash(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Request("the cat", max_tokens=20, temperature=0)
+    async with open_engine(tiny_path, ONE_THREAD) as survivor:
+        text = await survivor.complete_text(asked)
+        with monkeypatch.context() as patch, pytest.raises(SessionFatal):
+            async with open_engine(tiny_path, ONE_THREAD) as engine:
+                crash(patch, SessionFatal("the books are wrong"))
+                await engine.complete("the cat")
+        assert await survivor.complete_text(asked) == text
+
+
+# -- loading --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["tiny", "real"])
+async def test_progress_rises_to_one(tiny_path: Path, smollm2_path: Path, which: str) -> None:
+    told: list[float] = []
+    thread = threading.get_ident()
+
+    def on_load(fraction: float) -> None:
+        assert threading.get_ident() == thread
+        told.append(fraction)
+
+    path = {"tiny": tiny_path, "real": smollm2_path}[which]
+    async with open_engine(path, ONE_THREAD, on_load=on_load):
+        assert told[-1] == 1.0
+    assert told == sorted(set(told))
+    assert told[0] > 0
+    assert len(told) <= 101
+
+
+@pytest.mark.parametrize("which", ["tiny", "real"])
+async def test_a_load_can_be_cancelled(tiny_path: Path, smollm2_path: Path, which: str) -> None:
+    path = {"tiny": tiny_path, "real": smollm2_path}[which]
+    for at in (0.0, 0.5, 1.0):
+        with trio.CancelScope() as scope:
+
+            def on_load(fraction: float, at: float = at, scope: trio.CancelScope = scope) -> None:
+                if fraction >= at:
+                    scope.cancel()
+
+            async with open_engine(path, ONE_THREAD, on_load=on_load):
+                pytest.fail("loaded")
+        assert scope.cancelled_caught
+        assert threads_of_ours() == []
+    async with open_engine(path, ONE_THREAD) as engine:
+        assert (await engine.complete("Hi", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_load_can_be_cancelled_before_it_begins(tiny_path: Path) -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with open_engine(tiny_path, ONE_THREAD):
+            pytest.fail("loaded")
+    assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), Unusual("mine")], ids=["plain", "base"])
+@pytest.mark.parametrize("at", [0.0, 1.0])
+async def test_an_exception_of_on_load_comes_out_as_itself(
+    tiny_path: Path, error: BaseException, at: float
+) -> None:
+    def on_load(fraction: float) -> None:
+        if fraction >= at:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        async with open_engine(tiny_path, ONE_THREAD, on_load=on_load):
+            pytest.fail("loaded")
+    assert caught.value is error
+
+
+# -- looking around -------------------------------------------------------------------------
+
+
+async def test_info_describes_the_model(engine: Engine, smollm2_path: Path) -> None:
+    info = engine.info
+    assert info.architecture == "llama"
+    assert "Q4_1" in info.description
+    assert info.n_params == 134_515_008
+    assert info.file_bytes == smollm2_path.stat().st_size
+    assert info.n_vocab == 49_152
+    assert info.n_ctx_train == 8192
+    assert info.has_template
+    assert info.can_rewind
+
+
+async def test_identity_tells_models_and_what_their_kv_means_apart(
+    tiny_path: Path, smollm2_path: Path
+) -> None:
+    async def identity(path: Path, config: EngineConfig = ONE_THREAD) -> str:
+        async with open_engine(path, config) as engine:
+            return engine.info.identity
+
+    base = await identity(tiny_path)
+    assert base == await identity(tiny_path, attrs.evolve(ONE_THREAD, n_ctx=64, n_slots=2))
+    others = {
+        await identity(smollm2_path),
+        await identity(tiny_path, attrs.evolve(ONE_THREAD, type_k="f32")),
+        await identity(tiny_path, attrs.evolve(ONE_THREAD, rope_freq_base=5e5)),
+    }
+    assert len(others | {base}) == 4
+
+
+async def test_config_tells_the_settings_in_force(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, EngineConfig(n_threads=1, n_slots=9999)) as engine:
+        config = engine.config
+        assert config.n_ctx == 4096
+        assert (config.n_threads, config.n_threads_batch) == (1, 1)
+        assert 4 < config.n_slots <= 512
+        assert config.n_batch >= config.n_slots
+        assert engine.stats().slots["free"] == config.n_slots
+
+
+async def test_settings_come_from_the_environment_unless_they_are_given(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMAD_N_THREADS", "1")
+    monkeypatch.setenv("LLAMAD_N_SLOTS", "3")
+    monkeypatch.setenv("LLAMAD_N_CTX", "128")
+    async with open_engine(tiny_path, n_ctx=64) as engine:
+        assert (engine.config.n_slots, engine.config.n_ctx) == (3, 64)
+    async with open_engine(tiny_path, ONE_THREAD) as engine:
+        assert engine.config.n_slots == 4
+
+
+async def test_an_unknown_or_mistyped_setting_is_refused(tiny_path: Path) -> None:
+    for overrides in ({"slots": 4}, {"n_slots": "4"}, {"n_ctx": 1.5}, {"kv_cache": 1}):
+        with pytest.raises(ProtocolError):
+            async with open_engine(tiny_path, ONE_THREAD, **overrides):
+                pytest.fail("loaded")
+
+
+async def test_stats_count_what_was_done(tiny: Engine) -> None:
+    before = tiny.stats()
+    assert before.slots == {"free": 4, "prefill": 0, "decode": 0, "paused": 0}
+    assert (before.steps, before.prefill_tokens, before.decode_tokens) == (0, 0, 0)
+    assert before.kv_free_tokens == 8192
+    done = await tiny.complete("the cat", max_tokens=10)
+    after = tiny.stats()
+    assert after.prefill_tokens == done.prompt_tokens
+    assert after.decode_tokens == 9
+    assert after.steps == 10
+    assert after.prefill_s > 0
+    assert after.decode_s > 0
+    assert after.kv_retained_tokens == done.prompt_tokens + 9
+    assert after.requests == {"completed": 1, "failed": 0, "cancelled": 0}
+    assert before.steps == 0  # a snapshot
+
+
+# -- threads and signals --------------------------------------------------------------------
+
+
+async def test_no_thread_runs_our_code_after_the_block(smollm2_path: Path) -> None:
+    async with open_engine(smollm2_path, ONE_THREAD) as engine:
+        await engine.complete("Hi", max_tokens=2)
+        assert len(threads_of_ours()) == 1  # the lane, which waits
+    assert threads_of_ours() == []
+
+
+async def test_the_engine_takes_no_place_in_the_default_thread_limiter(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limiter = trio.to_thread.current_default_thread_limiter()
+    loading: list[float] = []
+    async with open_engine(
+        tiny_path, ONE_THREAD, on_load=lambda _: loading.append(limiter.borrowed_tokens)
+    ) as engine:
+        with held_steps(monkeypatch) as steps:
+            async with engine.stream("the cat", max_tokens=4) as tokens:
+                await until(steps.begun.is_set)
+                running = limiter.borrowed_tokens
+                steps.let_go()
+                await tokens.result()
+    assert set(loading) == {0}
+    assert running == 0
+
+
+async def test_an_application_that_uses_up_all_its_threads_still_gets_tokens(
+    tiny: Engine,
+) -> None:
+    limiter = trio.to_thread.current_default_thread_limiter()
+    total, limiter.total_tokens = limiter.total_tokens, 1
+    try:
+        async with limiter:
+            done = await tiny.complete("the cat " * 500, max_tokens=2)
+    finally:
+        limiter.total_tokens = total
+    assert done.generated_tokens == 2
+
+
+@pytest.mark.parametrize("moment", ["loading", "reading", "generating"])
+async def test_ctrl_c_ends_the_program_at_once_and_quietly(
+    smollm2_path: Path, moment: str
+) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, trio
+        from llamad_trio import EngineConfig, Request, open_engine
+
+        path, moment = sys.argv[1:]
+        ready = lambda: print("ready", flush=True)
+        on_load = (lambda fraction: ready()) if moment == "loading" else None
+
+        async def main():
+            async with open_engine(path, EngineConfig(n_threads=1), on_load=on_load) as engine:
+                if moment == "loading":
+                    await trio.sleep_forever()
+                prompt = Request([7] * 4000) if moment == "reading" else "Count to a million."
+                async with engine.stream(prompt, max_tokens=10**6, temperature=2.0) as tokens:
+                    if moment == "reading":
+                        ready()
+                    async for piece in tokens:
+                        ready()
+
+        trio.run(main)
+        """
+    )
+    command = [sys.executable, "-c", program, str(smollm2_path), moment]
+    errors = bytearray()
+
+    async def read_errors(stream: trio.abc.ReceiveStream) -> None:
+        async for chunk in stream:
+            errors.extend(chunk)
+
+    process = await trio.lowlevel.open_process(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    async with process.stdout, trio.open_nursery() as nursery:
+        nursery.start_soon(read_errors, process.stderr)
+        assert await process.stdout.receive_some()
+        process.send_signal(signal.SIGINT)
+        async for _ in process.stdout:
+            pass
+        status = await process.wait()
+    # Python kills itself with the signal, once it has told what it was doing.
+    assert status == -signal.SIGINT
+    lines = errors.decode().splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1] == "KeyboardInterrupt"
+    assert not any("Exception in thread" in line or "ignored" in line for line in lines)
+    assert not any("ExceptionGroup" in line for line in lines)
