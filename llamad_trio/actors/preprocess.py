@@ -1,12 +1,13 @@
 """The preprocess actor: template, tokenise, check the budget, hand on.
 
-One at a time, in the order of arrival, so that the first to come is the first to run.
-Short texts are tokenised on the spot; long ones on a worker thread, which no cancel
-abandons: the model outlives it.
+Short texts are worked on at once, in the order of arrival.  Long ones go to a worker
+thread each, and the short ones behind them do not wait: first come, first served is
+counted from here on.  No cancel abandons such a thread: the model outlives it.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,10 +16,12 @@ import outcome
 import trio
 
 from llamad_trio.actors.decode import DecodeActor
+from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import (
     EngineClosed,
+    InferenceError,
     LlamadError,
     PromptTooLong,
     ProtocolError,
@@ -32,6 +35,11 @@ from llamad_trio.core.sampling import resolve_sampling
 __all__ = ["Preprocessor", "Query"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("llamad_trio")
+
+MAX_THREADS = 4
+"""Long texts worked on at once; more would only take each other's cores."""
 
 OFF_LOOP_CHARS = 2_000
 """Texts longer than this are worked on in a thread.  Templating and tokenising this many
@@ -77,21 +85,18 @@ class Preprocessor:
         self._decode = decode
         self._inbox = inbox
         self._outbox = outbox
-        self._limiter = trio.CapacityLimiter(1)
+        self._limiter = trio.CapacityLimiter(MAX_THREADS)
         self._template = _compile(runtime.facts)
 
     async def run(self) -> None:
         """Run until cancelled.  What is in the inbox then is answered by nobody."""
         with self._inbox, self._outbox:
-            async for item in self._inbox:
-                match item:
-                    case Query():
-                        try:
-                            item.result = await self._off_loop(item.n_chars, item.function)
-                        finally:
-                            item.answered.set()
-                    case Ticket():
-                        await self._prepare(item)
+            async with open_plain_nursery() as nursery:
+                async for item in self._inbox:
+                    if item.n_chars <= OFF_LOOP_CHARS:
+                        await self._handle(item)
+                    else:
+                        nursery.start_soon(self._handle, item)
 
     # -- what queries ask -------------------------------------------------------------------
 
@@ -137,15 +142,28 @@ class Preprocessor:
 
     # -- requests ---------------------------------------------------------------------------
 
+    async def _handle(self, item: Ticket | Query) -> None:
+        if isinstance(item, Query):
+            await self._answer(item)
+        elif self._decode.is_live(item):
+            await self._prepare(item)
+
+    async def _answer(self, query: Query) -> None:
+        try:
+            query.result = await self._off_loop(query.n_chars, query.function)
+        finally:
+            query.answered.set()
+
     async def _prepare(self, ticket: Ticket) -> None:
-        if not self._decode.is_live(ticket):
-            return
-        request = ticket.request
-        result = await self._off_loop(request.n_chars, lambda: self._ready(ticket))
+        result = await self._off_loop(ticket.n_chars, lambda: self._ready(ticket))
         try:
             prepared = result.unwrap()
         except LlamadError as error:
             self._decode.reject(ticket, error)
+            return
+        except Exception as error:  # ours or the template's: it costs this request only
+            logger.exception("request %d could not be prepared", ticket.id)
+            self._decode.reject(ticket, InferenceError(f"{type(error).__name__}: {error}"))
             return
         await self._outbox.send(prepared)
         self._decode.ring()

@@ -48,6 +48,11 @@ class Ticket:
         self._ended = trio.Event()
         self._send, self._receive = trio.open_memory_channel[str](STREAM_BUFFER + IN_FLIGHT)
 
+    @property
+    def n_chars(self) -> int:
+        """How much text there is to prepare."""
+        return self.request.n_chars
+
     # -- the actors' side: never blocks -------------------------------------------------
 
     def token_sampled(self) -> None:

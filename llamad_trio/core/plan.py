@@ -26,7 +26,7 @@ class Prepared:
     """A request made ready to run: templated, tokenised, within budget.
 
     Attributes:
-        id: unique, and in order of arrival: the lower is the older.
+        id: unique.
         tokens: the whole prompt, at least one token.
         max_tokens: most tokens to generate, already capped by what an empty pool leaves.
         streams: whether the caller wants the text piece by piece.

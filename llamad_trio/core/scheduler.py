@@ -109,6 +109,7 @@ class _Run:
     """A request on its way: everything that survives preemption."""
 
     prepared: Prepared
+    arrival: int
     tokens: list[int]
     stop: StopMatcher
     utf8: Utf8Assembler = attrs.field(factory=Utf8Assembler)
@@ -194,6 +195,7 @@ class Scheduler:
         self._trims: list[Trim] = []
         self._old_samplers: list[int] = []
         self._short_of_cells = False
+        self._arrivals = 0
         self._tick = 0
         self._totals: Counter[str] = Counter()
         self._prefill_s = 0.0
@@ -203,10 +205,12 @@ class Scheduler:
 
     def submit(self, prepared: Prepared) -> None:
         """Take a request in.  It must fit in an empty pool (see `Prepared`)."""
-        assert not self._runs or prepared.id > next(reversed(self._runs)), "not in order of arrival"
+        assert prepared.id not in self._runs
         assert len(prepared.tokens) >= 1
         assert 1 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
-        self._runs[prepared.id] = _Run(prepared, list(prepared.tokens), StopMatcher(prepared.stop))
+        self._arrivals += 1
+        stop = StopMatcher(prepared.stop)
+        self._runs[prepared.id] = _Run(prepared, self._arrivals, list(prepared.tokens), stop)
 
     def cancel(self, request_id: int) -> None:
         """Nobody wants this request any more.  No event follows.  Unknown ids are ignored."""
@@ -398,7 +402,7 @@ class Scheduler:
         """Whom to preempt so that `run` can grow: paused readers first, then the newest."""
         others = [r for r in self._running() if r is not run]
         paused = [r for r in others if r.paused]
-        newer = [r for r in others if r.id > run.id]
+        newer = [r for r in others if r.arrival > run.arrival]
         candidates = paused or newer
         return candidates[-1] if candidates else None
 
@@ -549,7 +553,7 @@ class Scheduler:
 
     def _running(self) -> list[_Run]:
         """The runs that hold a slot, oldest first."""
-        return sorted((s.run for s in self._slots if s.run), key=lambda run: run.id)
+        return sorted((s.run for s in self._slots if s.run), key=lambda run: run.arrival)
 
     def _is_in_flight(self, run: _Run) -> bool:
         return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

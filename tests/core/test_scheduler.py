@@ -98,8 +98,9 @@ def test_requests_must_come_in_order_and_fit_an_empty_pool() -> None:
 # -- when the pool runs short -------------------------------------------------------------
 
 
-def test_the_newest_is_preempted_first() -> None:
-    books = CheckedScheduler(n_ctx=100)
+@pytest.mark.parametrize("n_ctx", [100, 101, 102])
+def test_the_newest_is_preempted_first(n_ctx: int) -> None:
+    books = CheckedScheduler(n_ctx=n_ctx)
     for prompt in (A, B, C):
         books.submit(prompt, max_tokens=80)
     books.step()
@@ -107,7 +108,7 @@ def test_the_newest_is_preempted_first() -> None:
     books.steps(20)
     assert books.preempted == [2]
     books.steps(25)
-    assert books.preempted == [2, 1]
+    assert books.preempted == [2, 1], "which had grown until nothing was left for itself"
     books.run_to_end()
 
 
@@ -546,6 +547,19 @@ def test_a_pool_smaller_than_the_books_say_still_serves_everybody(can_rewind: bo
     books.run_to_end()
     assert [books.finished(id_).generated_tokens for id_ in range(4)] == [39] * 4
     assert isinstance(books.error(too_long), ContextOverflow)
+
+
+def test_after_no_room_a_paused_request_does_not_keep_others_out() -> None:
+    books = CheckedScheduler()
+    paused, other = books.submit(A), books.submit(B)
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    assert books.running == [paused]
+    books.step()
+    assert books.running == [paused], "until it ends, nobody comes back"
+    books.pause(paused)
+    books.plan()
+    assert other in books.running
 
 
 def test_when_the_engine_closes_everybody_gets_its_error() -> None:

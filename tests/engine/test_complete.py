@@ -135,7 +135,9 @@ async def test_a_template_that_writes_bos_gets_no_second_one(gemma3_path: Path) 
         assert (await engine.complete(asked)).prompt_tokens == len(tokens)
 
 
-@pytest.mark.parametrize("text", ["naïve café", "猫と犬", "👩\u200d👩\u200d👧 🎉", "\u0645\u0631\u062d\u0628\u0627"])
+@pytest.mark.parametrize(
+    "text", ["naïve café", "猫と犬", "👩\u200d👩\u200d👧 🎉", "\u0645\u0631\u062d\u0628\u0627"]
+)
 async def test_any_script_goes_in_whole(engine: Engine, text: str) -> None:
     tokens = await engine.tokenize(text)
     assert await engine.detokenize(tokens) == text
@@ -233,8 +235,9 @@ async def test_greedy_ignores_the_seed_and_all_other_sampling_fields(tiny: Engin
     assert greedy == await tiny.complete_text(
         "the cat", temperature=-3, max_tokens=24, seed=5, top_k=1, repeat_penalty=2.0, min_p=1.0
     )
-    assert greedy == await tiny.complete_text("the cat", temperature=2, top_k=1, max_tokens=24,
-                                              repeat_penalty=1.0)
+    assert greedy == await tiny.complete_text(
+        "the cat", temperature=2, top_k=1, max_tokens=24, repeat_penalty=1.0
+    )
 
 
 async def test_penalties_keep_a_text_from_repeating_itself(tiny: Engine) -> None:

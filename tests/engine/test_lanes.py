@@ -106,7 +106,9 @@ async def test_an_engine_goes_on_when_its_neighbour_closes(
     close, closed = {"host": trio.Event(), "guest": trio.Event()}, trio.Event()
     engines: dict[str, Engine] = {}
 
-    async def run(name: str, lane: LaneLike | Literal["own"] | None, opened: Callable[[], None]) -> None:
+    async def run(
+        name: str, lane: LaneLike | Literal["own"] | None, opened: Callable[[], None]
+    ) -> None:
         async with open_engine(tiny_path, ONE_THREAD, lane=lane, n_ctx=8192) as engine:
             engines[name] = engine
             opened()

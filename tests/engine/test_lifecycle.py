@@ -496,9 +496,7 @@ async def test_an_application_that_uses_up_all_its_threads_still_gets_tokens(
 
 
 @pytest.mark.parametrize("moment", ["loading", "reading", "generating"])
-async def test_ctrl_c_ends_the_program_at_once_and_quietly(
-    smollm2_path: Path, moment: str
-) -> None:
+async def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, moment: str) -> None:
     program = textwrap.dedent(
         """
         import sys, trio

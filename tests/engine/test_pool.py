@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from llamad_trio import Engine
 
 
-
 async def complete_all(engine: Engine, requests: list[Request]) -> list[str]:
     """The texts of requests that run at once, in the order of the requests."""
     texts: dict[int, str] = {}
