@@ -15,7 +15,7 @@ import attrs
 import trio
 
 from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.loading import loaded_runtime
+from llamad_trio.actors.loading import loaded_model
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine import Engine, run_engine
@@ -103,12 +103,13 @@ async def run_bench(
     }
     config = attrs.evolve(EngineConfig.from_env(), **fields)  # type: ignore[arg-type]
     lane = Lane()
-    async with lane.hosted(), loaded_runtime(model, config, lane, None) as runtime:
+    async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
         from llamad_trio.llama.raw_loop import RawLoop
 
+        runtime = loaded.runtime
         raw = RawLoop(runtime, runtime.config)
         try:
-            async with run_engine(runtime, runtime.config, lane) as eng:
+            async with run_engine(runtime, loaded.template, runtime.config, lane) as eng:
                 prompts = await _prompts(eng, most, prompt_tokens)
                 rows = []
                 for n in concurrency:

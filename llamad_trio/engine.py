@@ -13,13 +13,20 @@ import trio
 
 from llamad_trio.actors.decode import DecodeActor
 from llamad_trio.actors.lane import Lane, shared_lane
-from llamad_trio.actors.loading import loaded_runtime
+from llamad_trio.actors.loading import loaded_model
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.preprocess import Preprocessor, Query
 from llamad_trio.actors.ticket import Ticket
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import Busy, EngineClosed, ProtocolError, UnsupportedFeature
+from llamad_trio.core.errors import (
+    Busy,
+    EngineClosed,
+    LlamadError,
+    ProtocolError,
+    UnsupportedFeature,
+)
 from llamad_trio.core.plan import Prepared
 from llamad_trio.core.request import Request
 from llamad_trio.core.runtime import LaneLike, Runtime
@@ -218,11 +225,11 @@ class Engine:
         try:
             await self._inbox.send(item)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise self._decode.closed or EngineClosed() from None
+            raise self._decode.closed_error() from None
 
     def _check_open(self) -> None:
         if self._decode.closed is not None:
-            raise self._decode.closed
+            raise self._decode.closed_error()
 
     def _check_queue(self) -> None:
         limit = self._config.max_queue
@@ -279,17 +286,27 @@ async def open_engine(
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
     async with (
         lane.hosted(),
-        loaded_runtime(model, config, lane, on_load) as runtime,
-        run_engine(runtime, runtime.config, lane) as engine,
+        loaded_model(model, config, lane, on_load) as loaded,
+        run_engine(loaded.runtime, loaded.template, loaded.runtime.config, lane) as engine,
     ):
         yield engine
 
 
 @asynccontextmanager
 async def run_engine(
-    runtime: Runtime, config: EngineConfig, lane: LaneLike
+    runtime: Runtime,
+    template: ChatTemplate | LlamadError,
+    config: EngineConfig,
+    lane: LaneLike,
 ) -> AsyncIterator[Engine]:
-    """Run the actors of one engine inside the block.  `config` is resolved."""
+    """Run the actors of one engine inside the block.
+
+    Args:
+        runtime: the loaded model.
+        template: its chat template, or the error for requests that need one.
+        config: resolved.
+        lane: where steps run; must be hosted.
+    """
     facts = runtime.facts
     assert config.n_ctx is not None
     scheduler = Scheduler(
@@ -303,7 +320,7 @@ async def run_engine(
     to_decode, from_preprocess = trio.open_memory_channel[Prepared](config.n_slots)
     decode = DecodeActor(runtime, lane, scheduler, from_preprocess)
     preprocessor = Preprocessor(
-        runtime, _most_tokens(config, facts.n_ctx_train), decode, from_callers, to_decode
+        runtime, template, _most_tokens(config, facts.n_ctx_train), decode, from_callers, to_decode
     )
     async with open_plain_nursery() as nursery:
         nursery.start_soon(decode.run)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import attrs
 import trio
 
+from llamad_trio.actors.loading import compile_template
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import SessionFatal
 from llamad_trio.core.plan import Sampled, SamplerSpec, StepPlan, StepResult, StepStatus
@@ -222,7 +223,8 @@ async def open_scripted_engine(
     resolved = config.resolve(
         n_ctx_train=model.facts.n_ctx_train, n_cores=1, max_slots=config.n_slots
     )
-    async with run_engine(model, resolved, _ScriptedLane(model)) as engine:
+    template = compile_template(model.facts)
+    async with run_engine(model, template, resolved, _ScriptedLane(model)) as engine:
         yield engine
 
 

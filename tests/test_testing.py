@@ -104,3 +104,17 @@ async def test_a_model_without_template_wants_raw(autojump_clock: trio.testing.M
         with pytest.raises(ProtocolError, match="raw=True"):
             await eng.complete("a")
         assert await eng.complete_text("a", raw=True) == "x"
+
+
+async def test_a_stream_closed_in_its_block_stops_the_work(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_scripted_engine(ScriptedModel("x" * 1000, decode_s=1.0)) as eng:
+        async with eng.stream("p", raw=True) as stream:
+            await stream.receive()
+            await stream.aclose()
+            with pytest.raises(trio.ClosedResourceError):
+                await stream.receive()
+            assert await eng.complete_text("q", raw=True, max_tokens=3) == "xxx"
+            assert eng.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
+        assert eng.stats().requests["cancelled"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import partial
 
@@ -85,6 +86,10 @@ class DecodeActor:
             self._runtime.request_abort()
         self.ring()
 
+    def closed_error(self) -> LlamadError:
+        """Why the engine takes nothing any more: a copy, to be raised by one task."""
+        return EngineClosed() if self.closed is None else copy.copy(self.closed)
+
     # -- the actor --------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -146,5 +151,5 @@ class DecodeActor:
         self.scheduler.fail_all(error)
         for ticket in self._tickets.values():
             self.outcomes["failed"] += 1
-            ticket.fail(error)
+            ticket.fail(copy.copy(error))
         self._tickets.clear()

@@ -7,29 +7,40 @@ from contextlib import asynccontextmanager
 from os import PathLike
 from typing import TYPE_CHECKING
 
+import attrs
 import trio
 
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.runtime import LaneLike
+from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
+from llamad_trio.core.runtime import LaneLike, ModelFacts
 from llamad_trio.cores import physical_cores
 from llamad_trio.manifest import resolve_model
 
 if TYPE_CHECKING:
     from llamad_trio.llama.runtime import LlamaRuntime
 
-__all__ = ["loaded_runtime"]
+__all__ = ["Loaded", "compile_template", "loaded_model"]
 
 PROGRESS_STEP = 0.01
 """Progress is told in hundredths: a large model has thousands of tensors."""
 
 
+@attrs.frozen
+class Loaded:
+    """A loaded model, and its chat template or the error for requests that need one."""
+
+    runtime: LlamaRuntime
+    template: ChatTemplate | LlamadError
+
+
 @asynccontextmanager
-async def loaded_runtime(
+async def loaded_model(
     model: str | PathLike[str],
     config: EngineConfig,
     lane: LaneLike,
     on_load: Callable[[float], object] | None,
-) -> AsyncIterator[LlamaRuntime]:
+) -> AsyncIterator[Loaded]:
     """A loaded, warmed-up model, freed when the block ends.
 
     The load reads and arranges memory, it computes nothing: it runs beside the lane, so
@@ -37,10 +48,11 @@ async def loaded_runtime(
     """
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
-    runtime = await trio.to_thread.run_sync(_load, model, config, on_load, limiter=limiter)
+    loaded = await trio.to_thread.run_sync(_load, model, config, on_load, limiter=limiter)
+    runtime = loaded.runtime
     try:
         await lane.run(runtime.warm_up, abort=runtime.request_abort)
-        yield runtime
+        yield loaded
     finally:
         # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
         with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
@@ -49,7 +61,7 @@ async def loaded_runtime(
 
 def _load(
     model: str | PathLike[str], config: EngineConfig, on_load: Callable[[float], object] | None
-) -> LlamaRuntime:
+) -> Loaded:
     """On a worker thread."""
     # Importing llama.cpp takes half a second: here, where it blocks nobody.
     from llamad_trio.llama.runtime import LlamaRuntime
@@ -72,8 +84,22 @@ def _load(
         return True
 
     try:
-        return LlamaRuntime(resolve_model(model), config, physical_cores(), on_progress)
+        runtime = LlamaRuntime(resolve_model(model), config, physical_cores(), on_progress)
     except Exception:
         if stopped_by is not None:
             raise stopped_by from None
         raise
+    return Loaded(runtime, compile_template(runtime.facts))
+
+
+def compile_template(facts: ModelFacts) -> ChatTemplate | LlamadError:
+    """A model's chat template, or the error for requests that need one.
+
+    Takes tens of milliseconds for a long template: not for the Trio thread.
+    """
+    if facts.chat_template is None:
+        return ProtocolError("the model has no chat template: send the prompt with raw=True")
+    try:
+        return ChatTemplate(facts.chat_template, bos_token=facts.bos_text, eos_token=facts.eos_text)
+    except UnsupportedFeature as error:
+        return error

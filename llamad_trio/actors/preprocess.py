@@ -7,6 +7,7 @@ counted from here on.  No cancel abandons such a thread: the model outlives it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,11 +26,10 @@ from llamad_trio.core.errors import (
     LlamadError,
     PromptTooLong,
     ProtocolError,
-    UnsupportedFeature,
 )
 from llamad_trio.core.plan import Prepared
 from llamad_trio.core.request import Request
-from llamad_trio.core.runtime import ModelFacts, Runtime
+from llamad_trio.core.runtime import Runtime
 from llamad_trio.core.sampling import resolve_sampling
 
 __all__ = ["Preprocessor", "Query"]
@@ -66,6 +66,7 @@ class Preprocessor:
 
     Args:
         runtime: the loaded model.
+        template: its chat template, or the error for requests that need one.
         n_ctx: most tokens, prompt and reply together, that one request can have.
         decode: where failures go, and who is told of arrivals.
         inbox: tickets and queries.
@@ -75,6 +76,7 @@ class Preprocessor:
     def __init__(
         self,
         runtime: Runtime,
+        template: ChatTemplate | LlamadError,
         n_ctx: int,
         decode: DecodeActor,
         inbox: trio.MemoryReceiveChannel[Ticket | Query],
@@ -86,7 +88,7 @@ class Preprocessor:
         self._inbox = inbox
         self._outbox = outbox
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
-        self._template = _compile(runtime.facts)
+        self._template = template
 
     async def run(self) -> None:
         """Run until cancelled.  What is in the inbox then is answered by nobody."""
@@ -112,7 +114,7 @@ class Preprocessor:
         if request.raw:
             return request.prompt
         if isinstance(self._template, LlamadError):
-            raise self._template
+            raise copy.copy(self._template)
         return self._template.render(
             [{"role": m.role, "content": m.content} for m in request.messages]
         )
@@ -196,13 +198,3 @@ class Preprocessor:
         if n_chars <= OFF_LOOP_CHARS:
             return outcome.capture(function)
         return await trio.to_thread.run_sync(outcome.capture, function, limiter=self._limiter)
-
-
-def _compile(facts: ModelFacts) -> ChatTemplate | LlamadError:
-    """The model's template, or what to tell those who need it."""
-    if facts.chat_template is None:
-        return ProtocolError("the model has no chat template: send the prompt with raw=True")
-    try:
-        return ChatTemplate(facts.chat_template, bos_token=facts.bos_text, eos_token=facts.eos_text)
-    except UnsupportedFeature as error:
-        return error

@@ -131,7 +131,10 @@ class LlamaRuntime:
             self._samplers[spec.request_id] = Sampler(spec.params, self.model.n_vocab, spec.seen)
         lost: set[int] = set()
         for trim in plan.trims:
-            (lost.discard if context.trim_or_clear(trim.seq, trim.keep) else lost.add)(trim.seq)
+            if context.trim_or_clear(trim.seq, trim.keep):
+                lost.discard(trim.seq)
+            else:
+                lost.add(trim.seq)
         if lost:
             # The plan builds on what is gone: nothing of it can be computed.
             return StepResult(status=StepStatus.ABORTED, cleared=frozenset(lost))

@@ -42,6 +42,7 @@ class Tracked:
     """What is known of one request, from outside."""
 
     prepared: Prepared
+    arrival: int
     model: FakeModel
     history: list[int]
     pieces: list[str] = attrs.field(factory=list)
@@ -120,17 +121,19 @@ class CheckedScheduler:
         stop: Sequence[str] = (),
         streams: bool = True,
         seed: int = 0,
+        request_id: int | None = None,
     ) -> int:
-        """Take a request in; return its id."""
+        """Take a request in; return its id: the one given, or the next number."""
         prepared = Prepared(
-            id=len(self.requests),
+            id=max(self.requests, default=-1) + 1 if request_id is None else request_id,
             tokens=tuple(tokens),
             max_tokens=max_tokens,
             sampling=sampling(seed),
             stop=tuple(stop),
             streams=streams,
         )
-        self.requests[prepared.id] = Tracked(prepared, self.model, list(tokens))
+        arrival = len(self.requests)
+        self.requests[prepared.id] = Tracked(prepared, arrival, self.model, list(tokens))
         self.scheduler.submit(prepared)
         self.check()
         return prepared.id
@@ -249,7 +252,8 @@ class CheckedScheduler:
     @property
     def running(self) -> list[int]:
         """Ids of the requests that hold a slot, oldest first."""
-        return sorted(slot.run.id for slot in self.scheduler._slots if slot.run is not None)
+        ids = [slot.run.id for slot in self.scheduler._slots if slot.run is not None]
+        return sorted(ids, key=lambda id_: self.requests[id_].arrival)
 
     def seq(self, request_id: int) -> int:
         """The sequence a running request is in."""
@@ -330,7 +334,7 @@ class CheckedScheduler:
             overtaken = [
                 id_
                 for id_, other in self.requests.items()
-                if id_ < request_id and other.runnable and id_ not in after
+                if other.arrival < request.arrival and other.runnable and id_ not in after
             ]
             assert not overtaken, f"{request_id} overtook {overtaken}"
             if request.generated == 0:
@@ -348,7 +352,8 @@ class CheckedScheduler:
                 continue
             assert request_id != asked[0], "the oldest was preempted"
             assert not any(self.requests[id_].paused for id_ in after), "paused ones go first"
-            assert max(after) < request_id, "the newest goes first"
+            newest = self.requests[after[-1]]
+            assert newest.arrival < self.requests[request_id].arrival, "the newest goes first"
             assert self.scheduler.stats().kv_retained == 0, "retained prefixes go first"
 
     def _check_work(self, plan: StepPlan) -> None:

@@ -77,6 +77,17 @@ def test_a_paused_waiting_request_does_not_block_others() -> None:
     assert books.running == [other]
 
 
+def test_age_is_the_order_of_submission_whatever_the_ids() -> None:
+    books = CheckedScheduler(n_ctx=100, n_slots=3)
+    for request_id, prompt in zip((7, 9, 3, 5), (A, B, C, D), strict=True):
+        books.submit(prompt, max_tokens=80, request_id=request_id)
+    books.step()
+    assert books.running == [7, 9, 3]
+    books.steps(45)
+    assert books.preempted == [3, 9]
+    books.run_to_end()
+
+
 def test_a_prompt_longer_than_the_pool_less_the_headroom_runs_alone() -> None:
     books = CheckedScheduler(n_ctx=40, n_slots=2)
     books.submit([1] * 39, max_tokens=1)
@@ -85,7 +96,7 @@ def test_a_prompt_longer_than_the_pool_less_the_headroom_runs_alone() -> None:
     assert [books.finished(id_).generated_tokens for id_ in (0, 1)] == [1, 1]
 
 
-def test_requests_must_come_in_order_and_fit_an_empty_pool() -> None:
+def test_requests_must_be_new_and_fit_an_empty_pool() -> None:
     books = CheckedScheduler(n_ctx=30)
     with pytest.raises(AssertionError):
         books.submit(A, max_tokens=11)
@@ -93,6 +104,10 @@ def test_requests_must_come_in_order_and_fit_an_empty_pool() -> None:
         books.submit([], max_tokens=1)
     with pytest.raises(AssertionError):
         books.submit(A, max_tokens=0)
+    books = CheckedScheduler()
+    books.submit(A, request_id=1)
+    with pytest.raises(AssertionError):
+        books.submit(A, request_id=1)
 
 
 # -- when the pool runs short -------------------------------------------------------------

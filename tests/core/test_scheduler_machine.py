@@ -33,13 +33,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     books: CheckedScheduler
 
     @initialize(
-        n_slots=st.integers(1, 4),
-        n_ctx=st.integers(40, 160) | st.integers(2, 12),
+        n_slots=st.sampled_from([3, 4, 2, 1]),
+        n_ctx=st.integers(40, 90) | st.integers(60, 160) | st.integers(2, 12),
         missing_cells=st.sampled_from([0, 0, 0, 1, 10]),
         batch=st.sampled_from([0, 1, 5, 20, 64]),
         memory=st.sampled_from(["retains", "rewinds", "only clears"]),
-        endless=st.booleans(),
-        ends_by_closing=st.booleans(),
+        endless=st.sampled_from([True, False]),
+        ends_by_closing=st.sampled_from([False, False, False, True]),
     )
     def open(
         self,
@@ -64,9 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         stem=st.sampled_from(range(len(STEMS))),
-        shared=st.integers(0, 60),
+        shared=st.integers(0, 15) | st.integers(0, 60),
         own=st.lists(TOKENS, min_size=1, max_size=5),
-        max_tokens=st.integers(1, 80) | st.just(80),
+        max_tokens=st.sampled_from([80, 40, 20, 5, 1]),
         stop=st.just([]) | st.lists(st.sampled_from(STOPS), max_size=3),
         streams=st.booleans(),
         seed=st.integers(0, 3),
@@ -87,7 +87,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = [*STEMS[stem][:shared], *own][-self.books.n_ctx + 1 :]
         limit = min(max_tokens, self.books.n_ctx - len(tokens))
         for i in range(n):
-            self.books.submit(tokens, max_tokens=limit, stop=stop, streams=streams, seed=seed + i)
+            self.books.submit(
+                tokens,
+                max_tokens=limit,
+                stop=stop,
+                streams=streams,
+                seed=seed + i,
+                request_id=self.new_id(),
+            )
 
     @precondition(lambda self: self.books.requests)
     @rule(data=st.data(), own=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 20))
@@ -97,7 +104,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = [*earlier.history, *own]
         if len(tokens) < self.books.n_ctx and 0 not in tokens:
             limit = min(max_tokens, self.books.n_ctx - len(tokens))
-            self.books.submit(tokens, max_tokens=limit)
+            self.books.submit(tokens, max_tokens=limit, request_id=self.new_id())
+
+    def new_id(self) -> int:
+        """A new id, which tells nothing of the order of arrival."""
+        return len(self.books.requests) * 7919 % 10_007
 
     def live(self) -> list[int]:
         return [id_ for id_, request in self.books.requests.items() if request.live]
@@ -158,7 +169,7 @@ def test_every_history_keeps_every_promise() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=100,
+            max_examples=200,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

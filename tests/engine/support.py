@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 
 import llamad_trio
@@ -18,27 +19,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    import pytest
-
     from llamad_trio import Engine, TokenStream
     from llamad_trio.core.plan import StepPlan, StepResult
 
 __all__ = [
     "ENDLESS",
+    "EXACT",
     "ONE_THREAD",
     "SURE_PROMPTS",
     "HeldSteps",
     "count_pieces",
     "held_steps",
+    "must_not_run",
     "read_all",
     "threads_of_ours",
     "until",
     "until_idle",
+    "until_queued",
 ]
 
 # OpenMP's threads wait for each other at every graph node: with a second one, whatever else
 # the machine computes slows the tests down by a hundred times.
 ONE_THREAD = EngineConfig(n_threads=1)
+
+# With these, how a tiny model's prompt is cut and who is beside it move a logit by 0.00001; with
+# the defaults by 0.01, which is enough to change what is drawn now and then.
+EXACT = EngineConfig(n_threads=1, type_k="f32", type_v="f32", flash_attn=False)
 
 ENDLESS = 1_000_000
 """A `max_tokens` that only the pool ends."""
@@ -54,9 +60,17 @@ SURE_PROMPTS = (
 )
 
 
+def must_not_run(what: str) -> None:
+    """Fail the test: this line ought not to be reached.
+
+    Unlike `pytest.fail`, type checkers believe that what follows can be reached.
+    """
+    pytest.fail(f"{what}, which ought not to happen")
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what a thread will bring about.  The fixture `no_hang` ends a vain wait."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110  (there is no event to wait for)
         await trio.sleep(0.001)
 
 
@@ -72,6 +86,11 @@ async def until_idle(engine: Engine) -> None:
         )
 
     await until(is_idle)
+
+
+async def until_queued(engine: Engine, n: int) -> None:
+    """Wait until `n` requests wait for a slot."""
+    await until(lambda: engine.stats().queued == n)
 
 
 async def read_all(stream: TokenStream) -> list[str]:

@@ -17,7 +17,7 @@ from llamad_trio import (
     UnsupportedFeature,
     open_engine,
 )
-from tests.engine.support import ONE_THREAD, threads_of_ours, until_idle
+from tests.engine.support import ONE_THREAD, must_not_run, threads_of_ours, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ async def refusal_of(model: str | Path) -> ModelLoadError:
     """The error with which a model is refused."""
     with pytest.raises(ModelLoadError) as caught:
         async with open_engine(model, ONE_THREAD):
-            pytest.fail("loaded")
+            must_not_run("loaded")
     assert threads_of_ours() == []
     assert caught.value.path == str(model)
     assert caught.value.reason
@@ -84,13 +84,18 @@ async def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> Non
     await refusal_of(path)
 
 
+def truncate(source: Path, target: Path, share: float) -> None:
+    """Copy only so much of a file."""
+    whole = source.read_bytes()
+    target.write_bytes(whole[: int(share * len(whole))])
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 0.99])
 async def test_a_truncated_gguf_is_refused(tmp_path: Path, tiny_path: Path, share: float) -> None:
-    whole = tiny_path.read_bytes()
     path = tmp_path / "model.gguf"
-    path.write_bytes(whole[: int(share * len(whole))])
+    truncate(tiny_path, path, share)
     await refusal_of(path)
-    path.write_bytes(whole)
+    shutil.copy(tiny_path, path)
     async with open_engine(path, ONE_THREAD) as engine:
         assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
 
@@ -109,7 +114,7 @@ async def test_any_file_name_will_do(tmp_path: Path, tiny_path: Path, name: str)
 async def test_an_encoder_cannot_continue_a_text(tiny_model: TinyModels) -> None:
     with pytest.raises(UnsupportedFeature, match="generation"):
         async with open_engine(tiny_model("encoder"), ONE_THREAD):
-            pytest.fail("opened")
+            must_not_run("opened")
     assert threads_of_ours() == []
 
 
@@ -117,7 +122,7 @@ async def test_settings_that_llama_cpp_refuses_are_a_load_error(tiny_path: Path)
     with pytest.raises(ModelLoadError):
         # A type of 32 values a block, and heads of 16.
         async with open_engine(tiny_path, ONE_THREAD, type_k="q8_0", n_ctx=256):
-            pytest.fail("opened")
+            must_not_run("opened")
 
 
 # -- requests -------------------------------------------------------------------------------
@@ -224,7 +229,7 @@ async def test_a_grammar_is_not_silently_ignored(tiny: Engine) -> None:
         await tiny.complete("the cat", grammar='root ::= "a"')
     with pytest.raises(UnsupportedFeature, match="grammar"):
         async with tiny.stream("the cat", grammar='root ::= "a"'):
-            pytest.fail("entered")
+            must_not_run("entered")
     assert tiny.stats().steps == 0
 
 

@@ -12,6 +12,7 @@ from llamad_trio import Request, open_engine
 from llamad_trio.llama.runtime import LlamaRuntime
 from tests.engine.support import (
     ENDLESS,
+    EXACT,
     ONE_THREAD,
     count_pieces,
     held_steps,
@@ -189,7 +190,7 @@ async def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(
     prompts = [f"{'the cat and ' * chance.randrange(1, 6)} {n}" for n in range(5)]
     kept = 0
 
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=600, type_k="f32", type_v="f32") as engine:
+    async with open_engine(tiny_path, EXACT, n_ctx=600) as engine:
         alone = [await engine.complete_text(p, max_tokens=24, temperature=0) for p in prompts]
         before = engine.stats().requests["completed"]
 

@@ -18,6 +18,7 @@ from tests.engine.support import (
     held_steps,
     until,
     until_idle,
+    until_queued,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def test_complete_text_is_the_text_of_the_completion(engine: Engine) -> No
     assert (
         await engine.complete_text(COUNTING)
         == (await engine.complete(COUNTING)).text
-        == await engine.complete_text(COUNTING.prompt, max_tokens=16, temperature=0)
+        == await engine.complete_text(str(COUNTING.prompt), max_tokens=16, temperature=0)
     )
 
 
@@ -321,6 +322,7 @@ async def test_one_slot_serves_in_the_order_of_arrival(
             async with trio.open_nursery() as nursery:
                 for i in range(5):
                     nursery.start_soon(complete, i)
-                    await until(lambda i=i: engine.stats().queued == i and steps.begun.is_set())
+                    await until(steps.begun.is_set)
+                    await until_queued(engine, i)
                 steps.let_go()
     assert finished == [0, 1, 2, 3, 4]

@@ -15,6 +15,7 @@ from tests.engine.support import (
     ONE_THREAD,
     SURE_PROMPTS,
     count_pieces,
+    must_not_run,
     threads_of_ours,
     until_idle,
 )
@@ -157,7 +158,7 @@ async def test_a_cancelled_open_leaves_its_neighbour_alone(tiny_path: Path) -> N
             for _ in range(3):
                 with trio.CancelScope() as scope:
                     async with open_engine(tiny_path, ONE_THREAD, on_load=lambda _: scope.cancel()):
-                        pytest.fail("loaded")
+                        must_not_run("loaded")
                 await count_pieces(tokens, 3)
         await until_idle(engine)
 
@@ -176,7 +177,7 @@ async def test_an_abort_stops_only_the_engine_it_is_meant_for(
                     while real.stats().slots["prefill"] == 0:
                         await trio.lowlevel.checkpoint()
                     scope.cancel()
-                    await trio.sleep_forever()
+                    await trio.lowlevel.checkpoint()
             await until_idle(real)
             await count_pieces(tokens, 3)
         assert tiny.stats().aborted_steps <= 1
@@ -187,4 +188,4 @@ async def test_an_abort_stops_only_the_engine_it_is_meant_for(
 async def test_what_is_no_lane_is_refused(tiny_path: Path, lane: object) -> None:
     with pytest.raises(ProtocolError, match="lane"):
         async with open_engine(tiny_path, ONE_THREAD, lane=lane):
-            pytest.fail("loaded")
+            must_not_run("loaded")

@@ -28,6 +28,7 @@ from tests.engine.support import (
     ONE_THREAD,
     count_pieces,
     held_steps,
+    must_not_run,
     threads_of_ours,
     until,
 )
@@ -65,10 +66,12 @@ async def test_an_exception_of_the_body_comes_out_as_itself(
 ) -> None:
     caught: BaseException | None = None
     try:
-        async with open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine:
-            async with engine.stream("the cat", max_tokens=ENDLESS) as tokens:
-                await tokens.receive()
-                raise error
+        async with (
+            open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine,
+            engine.stream("the cat", max_tokens=ENDLESS) as tokens,
+        ):
+            await tokens.receive()
+            raise error
     except BaseException as raised:
         caught = raised
     assert caught is error
@@ -105,11 +108,13 @@ async def test_an_exception_of_the_body_keeps_its_cause(tiny_path: Path) -> None
 
 async def test_a_cancel_around_the_block_is_no_error(smollm2_path: Path) -> None:
     with trio.CancelScope() as scope:
-        async with open_engine(smollm2_path, ONE_THREAD) as engine:
-            async with engine.stream("Count to a million.", max_tokens=ENDLESS) as tokens:
-                await count_pieces(tokens, 2)
-                scope.cancel()
-                await tokens.result()
+        async with (
+            open_engine(smollm2_path, ONE_THREAD) as engine,
+            engine.stream("Count to a million.", max_tokens=ENDLESS) as tokens,
+        ):
+            await count_pieces(tokens, 2)
+            scope.cancel()
+            await tokens.result()
     assert scope.cancelled_caught
     assert threads_of_ours() == []
 
@@ -202,24 +207,22 @@ async def test_a_question_under_way_is_answered_or_refused_when_the_block_ends(
         except EngineClosed as error:
             answers.append(error)
 
-    async with trio.open_nursery() as nursery:
-        async with open_engine(tiny_path, ONE_THREAD) as engine:
-            for _ in range(5):
-                nursery.start_soon(ask, engine)
-            await trio.lowlevel.checkpoint()
+    async with trio.open_nursery() as nursery, open_engine(tiny_path, ONE_THREAD) as engine:
+        for _ in range(5):
+            nursery.start_soon(ask, engine)
+        await trio.lowlevel.checkpoint()
     assert len(answers) == 5
 
 
 async def test_closing_aborts_the_step_that_runs(smollm2_path: Path) -> None:
-    async with trio.open_nursery() as nursery:
-        async with open_engine(smollm2_path, ONE_THREAD) as engine:
+    async with trio.open_nursery() as nursery, open_engine(smollm2_path, ONE_THREAD) as engine:
 
-            async def ask() -> None:
-                with pytest.raises(EngineClosed):
-                    await engine.complete(Request([7] * 4000))
+        async def ask() -> None:
+            with pytest.raises(EngineClosed):
+                await engine.complete(Request([7] * 4000))
 
-            nursery.start_soon(ask)
-            await until(lambda: engine.stats().slots["prefill"] == 1)
+        nursery.start_soon(ask)
+        await until(lambda: engine.stats().slots["prefill"] == 1)
     # The rest of the prompt was never read.
     assert engine.stats().prefill_tokens < 4000
     assert threads_of_ours() == []
@@ -346,7 +349,7 @@ async def test_a_load_can_be_cancelled(tiny_path: Path, smollm2_path: Path, whic
                     scope.cancel()
 
             async with open_engine(path, ONE_THREAD, on_load=on_load):
-                pytest.fail("loaded")
+                must_not_run("loaded")
         assert scope.cancelled_caught
         assert threads_of_ours() == []
     async with open_engine(path, ONE_THREAD) as engine:
@@ -357,7 +360,7 @@ async def test_a_load_can_be_cancelled_before_it_begins(tiny_path: Path) -> None
     with trio.CancelScope() as scope:
         scope.cancel()
         async with open_engine(tiny_path, ONE_THREAD):
-            pytest.fail("loaded")
+            must_not_run("loaded")
     assert scope.cancelled_caught
 
 
@@ -372,7 +375,7 @@ async def test_an_exception_of_on_load_comes_out_as_itself(
 
     with pytest.raises(type(error)) as caught:
         async with open_engine(tiny_path, ONE_THREAD, on_load=on_load):
-            pytest.fail("loaded")
+            must_not_run("loaded")
     assert caught.value is error
 
 
@@ -384,7 +387,7 @@ async def test_info_describes_the_model(engine: Engine, smollm2_path: Path) -> N
     assert info.architecture == "llama"
     assert "Q4_1" in info.description
     assert info.n_params == 134_515_008
-    assert info.file_bytes == smollm2_path.stat().st_size
+    assert info.file_bytes == (await trio.Path(smollm2_path).stat()).st_size
     assert info.n_vocab == 49_152
     assert info.n_ctx_train == 8192
     assert info.has_template
@@ -434,7 +437,7 @@ async def test_an_unknown_or_mistyped_setting_is_refused(tiny_path: Path) -> Non
     for overrides in ({"slots": 4}, {"n_slots": "4"}, {"n_ctx": 1.5}, {"kv_cache": 1}):
         with pytest.raises(ProtocolError):
             async with open_engine(tiny_path, ONE_THREAD, **overrides):
-                pytest.fail("loaded")
+                must_not_run("loaded")
 
 
 async def test_stats_count_what_was_done(tiny: Engine) -> None:
@@ -530,6 +533,8 @@ async def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, m
     process = await trio.lowlevel.open_process(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    assert process.stdout is not None
+    assert process.stderr is not None
     async with process.stdout, trio.open_nursery() as nursery:
         nursery.start_soon(read_errors, process.stderr)
         assert await process.stdout.receive_some()

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llamad_trio import EngineConfig, Request, open_engine
-from tests.engine.support import ENDLESS, count_pieces, threads_of_ours, until, until_idle
+from llamad_trio import Request, open_engine
+from tests.engine.support import (
+    ENDLESS,
+    EXACT,
+    ONE_THREAD,
+    count_pieces,
+    threads_of_ours,
+    until,
+    until_idle,
+)
 from tests.models import DECODER_KINDS
 
 if TYPE_CHECKING:
@@ -33,9 +41,7 @@ kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 def open_tiny(
     tiny_model: TinyModels, kind: Kind, n_ctx: int = 2048
 ) -> AbstractAsyncContextManager[Engine]:
-    # With these, how a prompt is cut and who is beside it move a logit by 0.00001, not by 0.01.
-    config = EngineConfig(n_threads=1, n_ctx=n_ctx, type_k="f32", type_v="f32", flash_attn=False)
-    return open_engine(tiny_model(kind), config)
+    return open_engine(tiny_model(kind), EXACT, n_ctx=n_ctx)
 
 
 def requests(n: int, max_tokens: int) -> list[Request]:
@@ -142,7 +148,7 @@ async def test_a_full_pool_is_used_to_its_last_token(tiny_model: TinyModels, kin
 
 async def test_a_model_that_can_end_ends(tiny_model: TinyModels) -> None:
     path = tiny_model("attention", can_end=True)
-    async with open_engine(path, EngineConfig(n_threads=1)) as engine:
+    async with open_engine(path, ONE_THREAD) as engine:
         done = [
             await engine.complete(PROMPT, seed=seed, temperature=1.0, max_tokens=500)
             for seed in range(5)

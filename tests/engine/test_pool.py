@@ -10,11 +10,14 @@ import trio
 from llamad_trio import Busy, Request, open_engine
 from tests.engine.support import (
     ENDLESS,
+    EXACT,
     ONE_THREAD,
     SURE_PROMPTS,
     held_steps,
+    must_not_run,
     until,
     until_idle,
+    until_queued,
 )
 
 if TYPE_CHECKING:
@@ -66,10 +69,9 @@ async def test_preempted_requests_go_on_with_their_seed_their_penalties_and_thei
         async with engine.stream(requests[n]) as tokens:
             pieces[n] = [piece async for piece in tokens]
 
-    wide = {"type_k": "f32", "type_v": "f32"}
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=512, **wide) as engine:
+    async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
         alone = [await engine.complete_text(request) for request in requests]
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=160, **wide) as engine:
+    async with open_engine(tiny_path, EXACT, n_ctx=160) as engine:
         async with trio.open_nursery() as nursery:
             for n in range(len(requests)):
                 nursery.start_soon(stream, engine, n)
@@ -79,25 +81,30 @@ async def test_preempted_requests_go_on_with_their_seed_their_penalties_and_thei
 
 async def test_the_oldest_request_is_never_preempted(tiny_path: Path) -> None:
     async with open_engine(tiny_path, ONE_THREAD, n_ctx=128) as engine:
-        async with trio.open_nursery() as nursery:
-            async with engine.stream("the cat", max_tokens=ENDLESS) as oldest:
-                await oldest.receive()
-                for _ in range(3):
-                    nursery.start_soon(lambda: engine.complete("a hat", max_tokens=ENDLESS))
-                done = await oldest.result()
-                # It had the whole pool at its end.
-                assert done.prompt_tokens + done.generated_tokens == 128
+        async with (
+            trio.open_nursery() as nursery,
+            engine.stream("the cat", max_tokens=ENDLESS) as oldest,
+        ):
+            await oldest.receive()
+            for _ in range(3):
+                nursery.start_soon(lambda: engine.complete("a hat", max_tokens=ENDLESS))
+            done = await oldest.result()
+            # It had the whole pool at its end.
+            assert done.prompt_tokens + done.generated_tokens == 128
         assert engine.stats().preemptions > 0
         assert engine.stats().requests["completed"] == 4
 
 
 async def test_a_high_max_tokens_costs_no_room_until_it_is_used(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=512) as engine:
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(lambda: engine.complete("the cat", max_tokens=ENDLESS))
-            await until(lambda: engine.stats().slots["decode"] == 4)
-            nursery.cancel_scope.cancel()
+    async with (
+        open_engine(tiny_path, ONE_THREAD, n_ctx=512) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(4):
+            nursery.start_soon(lambda: engine.complete("the cat", max_tokens=ENDLESS))
+        await until(lambda: engine.stats().slots["decode"] == 4)
+        assert engine.stats().queued == 0
+        nursery.cancel_scope.cancel()
 
 
 # -- the queue ------------------------------------------------------------------------------
@@ -111,15 +118,14 @@ async def test_requests_beyond_the_queue_are_refused_as_busy(
             async with trio.open_nursery() as nursery:
                 for waiting in range(3):
                     nursery.start_soon(lambda: engine.complete("the cat", max_tokens=2))
-                    await until(
-                        lambda n=waiting: engine.stats().queued == n and steps.begun.is_set()
-                    )
+                    await until(steps.begun.is_set)
+                    await until_queued(engine, waiting)
                 with pytest.raises(Busy) as error:
                     await engine.complete("the cat")
                 assert (error.value.queued, error.value.max_queue) == (2, 2)
                 with pytest.raises(Busy):
                     async with engine.stream("the cat"):
-                        pytest.fail("the block was entered")
+                        must_not_run("the block was entered")
                 steps.let_go()
         assert engine.stats().requests == {"completed": 3, "failed": 0, "cancelled": 0}
         assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2

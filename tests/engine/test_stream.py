@@ -23,7 +23,8 @@ async def test_a_stream_gives_the_text_of_the_completion(engine: Engine) -> None
     asked = Request("Tell me a story.", max_tokens=16, temperature=1.0, seed=3)
     done = await engine.complete(asked)
     async with engine.stream(asked) as tokens:
-        assert tokens.completion is None
+        at_first = tokens.completion
+        assert at_first is None
         pieces = await read_all(tokens)
         assert "".join(pieces) == tokens.text == done.text
         assert all(pieces)
@@ -227,13 +228,15 @@ async def test_a_stream_under_way_when_the_engine_closes_gets_engine_closed(
     async def read(engine: Engine) -> None:
         async with engine.stream("the cat", max_tokens=ENDLESS) as tokens:
             try:
-                async for piece in tokens:
-                    received.append(piece)
+                while True:
+                    received.append(await tokens.receive())
             except EngineClosed as error:
                 errors.append(error)
 
-    async with trio.open_nursery() as nursery:
-        async with open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine:
-            nursery.start_soon(read, engine)
-            await until(lambda: len(received) >= 3)
+    async with (
+        trio.open_nursery() as nursery,
+        open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine,
+    ):
+        nursery.start_soon(read, engine)
+        await until(lambda: len(received) >= 3)
     assert len(errors) == 1

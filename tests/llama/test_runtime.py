@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from tests.models import Kind, TinyModels
+
+    Logits = NDArray[np.float32]
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 
@@ -76,12 +80,11 @@ class Books:
             self.tokens[seq] = []
         return result
 
-    def logits(
-        self, seq: int, tokens: Sequence[int]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def logits(self, seq: int, tokens: Sequence[int]) -> Logits:
         """Add tokens to a sequence, and return the logits after them."""
         assert self.step((seq, tokens)).status is StepStatus.DONE
-        return self.runtime._context.logits(1)[0].copy()
+        logits: Logits = self.runtime._context.logits(1)[0].copy()
+        return logits
 
     def check(self) -> None:
         """The pool is what the books say."""
@@ -318,7 +321,7 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
         context = books.runtime._context
         get_logits = type(context).logits
 
-        def spoil(n_outputs: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        def spoil(n_outputs: int) -> Logits:
             logits = get_logits(context, n_outputs)
             logits[0, 5] = np.nan
             return logits
@@ -386,9 +389,11 @@ def test_control_tokens_are_parsed_only_when_asked_for(tiny_model: TinyModels) -
 def test_llama_cpp_logs_to_logging(
     tiny_model: TinyModels, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level("DEBUG", logger="llamad_trio.llama_cpp"):
-        with opened(tiny_model("attention")):
-            pass
+    with (
+        caplog.at_level("DEBUG", logger="llamad_trio.llama_cpp"),
+        opened(tiny_model("attention")),
+    ):
+        pass
     records = [r for r in caplog.records if r.name == "llamad_trio.llama_cpp"]
     assert any("llama_model_loader" in r.getMessage() or "arch" in r.getMessage() for r in records)
     assert all(r.getMessage() == r.getMessage().strip() != "" for r in records)
