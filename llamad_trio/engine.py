@@ -233,8 +233,13 @@ class Engine:
 
     def _check_queue(self) -> None:
         limit = self._config.max_queue
-        waiting = self._decode.n_live - self._config.n_slots
-        if limit is not None and waiting >= limit:
+        if limit is None:
+            return
+        books = self._decode.scheduler
+        # Who waits for a free slot will have it soon; unless room in the pool is what lacks.
+        at_once = books.n_running if books.is_full else self._config.n_slots
+        waiting = self._decode.n_live - at_once
+        if waiting >= limit:
             raise Busy(max(waiting, 0), limit)
 
 

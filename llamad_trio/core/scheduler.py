@@ -246,6 +246,16 @@ class Scheduler:
             self._runs[work.request_id].cancelled for work in self._plan.work
         )
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a request is waiting that could not be admitted."""
+        return any(r.state is _State.WAITING and not r.paused for r in self._runs.values())
+
+    @property
+    def n_running(self) -> int:
+        """Requests that hold a slot and are still wanted."""
+        return sum(not run.cancelled for run in self._running())
+
     def stats(self) -> SchedulerStats:
         """A snapshot."""
         running = self._running()
@@ -253,7 +263,7 @@ class Scheduler:
         used = sum(slot.resident for slot in self._slots) - retained
         totals = self._totals
         return SchedulerStats(
-            running=sum(not run.cancelled for run in running),
+            running=self.n_running,
             slots_free=len(self._slots) - len(running),
             slots_prefill=sum(not run.paused and not run.decodes for run in running),
             slots_decode=sum(not run.paused and run.decodes for run in running),
@@ -534,7 +544,11 @@ class Scheduler:
 
     def _forget(self, seqs: Iterable[int]) -> None:
         for seq in seqs:
-            self._slots[seq].resident = 0
+            slot = self._slots[seq]
+            slot.resident = 0
+            if slot.run:  # what it had reused is computed again
+                self._totals["cached_tokens"] -= slot.run.cached_tokens
+                slot.run.cached_tokens = 0
 
     def _end(self, run: _Run) -> None:
         run.move(_State.ENDED)

@@ -274,8 +274,10 @@ async def test_a_fatal_step_ends_the_block_and_every_request_with_its_error(
                 for _ in range(4):
                     nursery.start_soon(ask, engine)
                 await trio.sleep_forever()
-    assert caught.value == fatal
-    assert errors == [fatal] * 5
+    assert caught.value is fatal
+    assert [(type(error), str(error)) for error in errors] == [(SessionFatal, str(fatal))] * 5
+    # Each its own: a traceback tells where it was raised, and no other task's story.
+    assert len({id(error) for error in (fatal, *errors)}) == 6
     assert threads_of_ours() == []
     with pytest.raises(SessionFatal):
         await engine.complete("the cat")

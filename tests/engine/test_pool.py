@@ -227,3 +227,16 @@ async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:
         computed = stats.prefill_tokens + stats.decode_tokens + stats.cached_tokens
         # The last token of a text is said, and never computed.
         assert computed >= 8 * (40 + 59)
+
+
+async def test_the_queue_counts_those_who_wait_for_room(tiny_path: Path) -> None:
+    async with (
+        open_engine(tiny_path, ONE_THREAD, n_ctx=256, max_queue=1) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        for _ in range(2):
+            nursery.start_soon(engine.complete, Request([270] * 200, max_tokens=50))
+        await until(lambda: engine._decode.scheduler.is_full)  # four slots, room for one
+        with pytest.raises(Busy):
+            await engine.complete(Request([270] * 200))
+        nursery.cancel_scope.cancel()

@@ -41,7 +41,7 @@ async def test_a_rendered_prompt_sent_raw_is_the_same_prompt(tiny: Engine, name:
 async def test_rendering_writes_out_what_is_sent(tiny: Engine) -> None:
     assert await tiny.render(REQUESTS["raw"]) == "the cat"
     assert await tiny.render("the cat") == (
-        "<|im_start|>user\nthe cat<|im_end|>\n\n<|im_start|>assistant\n"
+        "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
     )
     assert await tiny.render("the cat", system="a hat") != await tiny.render("the cat")
     tokens = await tiny.tokenize("the cat")
