@@ -14,7 +14,9 @@ import pytest
 from tests.models import TinyModels
 
 
-def run(*args: str, stdin: str | bytes | None = None, **env: str) -> subprocess.CompletedProcess[bytes]:
+def run(
+    *args: str, stdin: str | bytes | None = None, **env: str
+) -> subprocess.CompletedProcess[bytes]:
     data = stdin.encode() if isinstance(stdin, str) else stdin
     return subprocess.run(
         [sys.executable, "-m", "llamad_trio", *args],
@@ -116,7 +118,19 @@ def test_inspect_tells_what_a_file_is(tiny_model: TinyModels) -> None:
 
 
 def test_bench_reports_ratios(tiny_model: TinyModels) -> None:
-    args = ("--json", "-c", "1", "-c", "2", "--prompt-tokens", "16", "--tokens", "8", "--pairs", "1")
+    args = (
+        "--json",
+        "-c",
+        "1",
+        "-c",
+        "2",
+        "--prompt-tokens",
+        "16",
+        "--tokens",
+        "8",
+        "--pairs",
+        "1",
+    )
     report = json.loads(run("bench", str(tiny_model("attention")), *args).stdout)
     assert [row["concurrency"] for row in report["rows"]] == [1, 2]
     for row in report["rows"]:
