@@ -31,7 +31,7 @@ async def test_time_passes_on_trios_clock_only(autojump_clock: trio.testing.Mock
 
 
 async def test_a_failing_request_fails_alone(autojump_clock: trio.testing.MockClock) -> None:
-    replies = {"good": "fine", "bad": ValueError("scripted")}
+    replies: dict[str, str | Exception] = {"good": "fine", "bad": ValueError("scripted")}
     async with open_scripted_engine(replies) as eng:
         results: list[str] = []
 
