@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from llamad_trio.core.request import Message, Request
     from llamad_trio.engine import Engine, open_engine
     from llamad_trio.info import EngineStats, ModelInfo
+    from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
     from llamad_trio.stream import TokenStream
 
 __all__ = [
     "Busy",
     "Completion",
     "ContextOverflow",
+    "ContextReport",
     "Disconnected",
     "Engine",
     "EngineClosed",
@@ -50,10 +52,14 @@ __all__ = [
     "Message",
     "ModelInfo",
     "ModelLoadError",
+    "PrefixStatus",
     "PromptTooLong",
     "ProtocolError",
     "Request",
+    "Segment",
+    "Session",
     "SessionFatal",
+    "SuffixStatus",
     "TokenStream",
     "UnsupportedFeature",
     "open_engine",
@@ -79,6 +85,7 @@ _HOMES = {
     "core.request": ("Message", "Request"),
     "engine": ("Engine", "open_engine"),
     "info": ("EngineStats", "ModelInfo"),
+    "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
     "stream": ("TokenStream",),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
@@ -16,6 +18,7 @@ from llamad_trio.actors.lane import Lane, shared_lane
 from llamad_trio.actors.loading import loaded_model
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.preprocess import Preprocessor, Query
+from llamad_trio.actors.store import SnapshotStore
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.completion import Completion
@@ -28,15 +31,20 @@ from llamad_trio.core.errors import (
     UnsupportedFeature,
 )
 from llamad_trio.core.plan import Prepared
-from llamad_trio.core.request import Request
-from llamad_trio.core.runtime import LaneLike, Runtime
+from llamad_trio.core.pool import Reuse
+from llamad_trio.core.request import Message, Request
+from llamad_trio.core.runtime import LaneLike, ModelFacts, Runtime
 from llamad_trio.core.scheduler import Scheduler
+from llamad_trio.core.shelf import Shelf
 from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.session import Session, opened
 from llamad_trio.stream import TokenStream
 
 __all__ = ["Engine", "open_engine", "run_engine"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger("llamad_trio")
 
 
 class Engine:
@@ -91,6 +99,20 @@ class Engine:
         """
         async with self._submitted(request, fields, streams=True) as ticket:
             yield TokenStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
+
+    def session(self) -> AbstractAsyncContextManager[Session]:
+        """Explicit control of prefix, suffix and decode: see `Session`.
+
+        An async context manager; leaving it lets go of what the session holds.
+
+        Raises:
+            UnsupportedFeature: the engine reuses nothing (`kv_cache=False`).
+            EngineClosed: the engine has stopped.
+        """
+        self._check_open()
+        if not self._config.kv_cache:
+            raise UnsupportedFeature("session", "kv_cache is off: nothing would be held")
+        return opened(self)
 
     # -- text and tokens --------------------------------------------------------------------
 
@@ -194,18 +216,83 @@ class Engine:
             aborted_steps=books.aborted_steps,
         )
 
+    # -- what sessions need -----------------------------------------------------------------
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens one request can have, prompt and reply together."""
+        return self._preprocessor.n_ctx
+
+    async def prepare(
+        self, content: str | tuple[Message, ...], *, ends_open: bool
+    ) -> tuple[str, tuple[int, ...]]:
+        """Text, or messages through the template, as text and tokens.
+
+        Args:
+            content: what to prepare.
+            ends_open: whether messages end with the assistant's turn open.
+
+        A checkpoint.  Raises `ProtocolError` and `PromptTooLong` as `complete` does.
+        """
+
+        def work() -> tuple[str, tuple[int, ...]]:
+            text = (
+                content
+                if isinstance(content, str)
+                else self._preprocessor.render_messages(content, add_generation_prompt=ends_open)
+            )
+            return text, tuple(self._preprocessor.text_tokens(text))
+
+        n_chars = len(content) if isinstance(content, str) else sum(len(m.content) for m in content)
+        return await self._ask(work, n_chars)
+
+    async def hold(self, holder: str, tokens: Sequence[int]) -> int:
+        """Have `tokens` in the pool for `holder`, computing what is not there.
+
+        Returns:
+            How many of them were there already.
+
+        A checkpoint.  Cancelled, `holder` holds what it held before.  Raises as `complete`.
+        """
+        self._check_open()
+        if not tokens or self._decode.scheduler.hold(holder, tokens):
+            await trio.lowlevel.checkpoint()
+            return len(tokens)
+        request = Request(tokens)
+        async with self._submitted(request, {}, streams=False, holder=holder) as ticket:
+            return (await ticket.outcome()).cached_tokens
+
+    def let_go(self, holder: str) -> None:
+        """What `holder` holds is kept no longer than anything else."""
+        self._decode.scheduler.let_go(holder)
+
+    def resident(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens are in the pool at this moment."""
+        return self._decode.scheduler.resident(tokens)
+
     # -- inside -----------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _submitted(
-        self, request: Request | str, fields: dict[str, Any], *, streams: bool
+        self,
+        request: Request | str,
+        fields: dict[str, Any],
+        *,
+        streams: bool,
+        holder: str | None = None,
     ) -> AsyncIterator[Ticket]:
         asked = _as_request(request, fields)
         if asked.grammar is not None:
             raise UnsupportedFeature("grammar", "constrained output is not built in yet")
         self._check_open()
         self._check_queue()
-        ticket = Ticket(next(self._ids), asked, streams=streams, on_room=self._decode.resume)
+        ticket = Ticket(
+            next(self._ids),
+            asked,
+            streams=streams,
+            on_room=self._decode.resume,
+            holder=holder,
+        )
         self._decode.register(ticket)
         try:
             await self._send(ticket)
@@ -316,14 +403,17 @@ async def run_engine(
     assert config.n_ctx is not None
     scheduler = Scheduler(
         n_slots=config.n_slots,
+        n_seqs=facts.n_seqs,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,
         step_target_s=config.step_target_s,
-        retain=config.kv_cache and facts.can_rewind,
+        reuse=_reuse(config, facts),
+        shelf=_shelf(config, facts),
     )
     to_preprocess, from_callers = trio.open_memory_channel[Ticket | Query](0)
     to_decode, from_preprocess = trio.open_memory_channel[Prepared](config.n_slots)
-    decode = DecodeActor(runtime, lane, scheduler, from_preprocess)
+    decode = DecodeActor(runtime, lane, scheduler, from_preprocess, _store(config, facts))
+    await decode.load_index()
     preprocessor = Preprocessor(
         runtime, template, _most_tokens(config, facts.n_ctx_train), decode, from_callers, to_decode
     )
@@ -334,6 +424,40 @@ async def run_engine(
             yield Engine(runtime, config, decode, preprocessor, to_preprocess)
         finally:
             decode.closed = decode.closed or EngineClosed()
+
+
+def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf | None:
+    if not config.kv_cache or not (config.prompt_cache_ram_bytes or _has_disk(config)):
+        return None
+    return Shelf(max_bytes=config.prompt_cache_ram_bytes, any_prefix=facts.can_rewind)
+
+
+def _store(config: EngineConfig, facts: ModelFacts) -> SnapshotStore | None:
+    if not config.kv_cache or not _has_disk(config):
+        return None
+    assert config.prompt_cache_dir is not None
+    directory = Path(config.prompt_cache_dir).expanduser()
+    return SnapshotStore(directory, facts.identity, config.prompt_cache_disk_bytes)
+
+
+def _has_disk(config: EngineConfig) -> bool:
+    return config.prompt_cache_dir is not None and config.prompt_cache_disk_bytes > 0
+
+
+def _reuse(config: EngineConfig, facts: ModelFacts) -> Reuse:
+    if not config.kv_cache:
+        return Reuse.NOTHING
+    if facts.n_seqs <= config.n_slots:
+        logger.warning("%d slots leave no sequence to retain: nothing is reused", config.n_slots)
+        return Reuse.NOTHING
+    if facts.can_rewind:
+        return Reuse.PREFIX
+    logger.warning(
+        "the memory of %s cannot go back to an earlier token: a prompt is reused only when "
+        "the whole of what was computed is continued",
+        facts.name or facts.description,
+    )
+    return Reuse.WHOLE
 
 
 def _most_tokens(config: EngineConfig, n_ctx_train: int) -> int:

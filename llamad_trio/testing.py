@@ -92,7 +92,8 @@ class ScriptedModel:
             adds_bos=False,
             max_bytes_per_token=4,
             can_rewind=can_rewind,
-            identity="scripted",
+            n_seqs=0,
+            identity="5c" * 32,
         )
 
     # -- trouble on demand ------------------------------------------------------------------
@@ -224,6 +225,7 @@ async def open_scripted_engine(
         n_ctx_train=model.facts.n_ctx_train, n_cores=1, max_slots=config.n_slots
     )
     template = compile_template(model.facts)
+    model.facts = attrs.evolve(model.facts, n_seqs=resolved.n_slots + 16)
     async with run_engine(model, template, resolved, _ScriptedLane(model)) as engine:
         yield engine
 

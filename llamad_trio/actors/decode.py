@@ -8,11 +8,14 @@ from functools import partial
 
 import trio
 
+from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.store import SnapshotStore, StoreActor
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.core.errors import EngineClosed, LlamadError
 from llamad_trio.core.plan import Prepared, StepPlan, StepResult
 from llamad_trio.core.runtime import LaneLike, Runtime
 from llamad_trio.core.scheduler import Event, Failed, Finished, Piece, Scheduler
+from llamad_trio.core.shelf import Snapshot
 
 __all__ = ["DecodeActor"]
 
@@ -24,6 +27,7 @@ class DecodeActor:
         runtime: the loaded model.
         lane: where its steps run.
         scheduler: the books.
+        store: where prefixes go that leave RAM, if anywhere.
         inbox: prepared requests, in the order of their tickets.
     """
 
@@ -33,6 +37,7 @@ class DecodeActor:
         lane: LaneLike,
         scheduler: Scheduler,
         inbox: trio.MemoryReceiveChannel[Prepared],
+        store: SnapshotStore | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.outcomes: Counter[str] = Counter()
@@ -42,6 +47,9 @@ class DecodeActor:
         self._inbox = inbox
         self._tickets: dict[int, Ticket] = {}
         self._bell = trio.Event()
+        self._store = (
+            StoreActor(store, scheduler.add_stored, self._take_read) if store is not None else None
+        )
 
     # -- from any task of the run: never blocks ---------------------------------------------
 
@@ -95,22 +103,58 @@ class DecodeActor:
     async def run(self) -> None:
         """Run until cancelled, or until the engine is beyond repair (`SessionFatal`)."""
         end: LlamadError = EngineClosed()
+        orderly = False
         try:
-            while True:
-                self._bell = trio.Event()
-                self._take_arrivals()
-                plan = self.scheduler.plan()
-                if plan is None:
-                    await self._bell.wait()
-                    continue
-                result = await self._step(plan)
-                self._stamp(result)
-                self._deliver(self.scheduler.apply(result))
+            async with open_plain_nursery() as nursery:
+                if self._store is not None:
+                    nursery.start_soon(self._store.run)
+                await self._run_steps()
         except LlamadError as error:
             end = error
             raise
+        except trio.Cancelled:
+            orderly = True
+            raise
         finally:
             self._close(end)
+            if orderly and self._store is not None:
+                # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
+                with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
+                    await self._save_all(self._store)
+
+    async def _run_steps(self) -> None:
+        while True:
+            self._bell = trio.Event()
+            self._take_arrivals()
+            plan = self.scheduler.plan()
+            self._exchange_with_store()
+            if plan is None:
+                await self._bell.wait()
+                continue
+            result = await self._step(plan)
+            self._stamp(result)
+            self._deliver(self.scheduler.apply(result))
+
+    def _exchange_with_store(self) -> None:
+        if self._store is not None:
+            for snapshot in self.scheduler.take_leaving():
+                self._store.write(snapshot)
+            for key in self.scheduler.take_wanted():
+                self._store.fetch(key)
+
+    def _take_read(self, key: int, snapshot: Snapshot | None) -> None:
+        self.scheduler.read(key, snapshot)
+        self.ring()
+
+    async def load_index(self) -> None:
+        """Make known what is on disk, before the first request."""
+        if self._store is not None:
+            await self._store.load_index()
+
+    async def _save_all(self, store: StoreActor) -> None:
+        """Write what is worth keeping over a restart."""
+        result = await self._step(self.scheduler.plan_saving())
+        await store.write_now(self.scheduler.take_saved(result))
 
     async def _step(self, plan: StepPlan) -> StepResult:
         self._runtime.clear_abort()

@@ -15,6 +15,7 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
 from llamad_trio.core.runtime import LaneLike, ModelFacts
 from llamad_trio.cores import physical_cores
+from llamad_trio.digest import file_sha256
 from llamad_trio.manifest import resolve_model
 
 if TYPE_CHECKING:
@@ -83,13 +84,19 @@ def _load(
             return False
         return True
 
+    path = resolve_model(model)
     try:
-        runtime = LlamaRuntime(resolve_model(model), config, physical_cores(), on_progress)
+        runtime = LlamaRuntime(path, config, physical_cores(), on_progress)
     except Exception:
         if stopped_by is not None:
             raise stopped_by from None
         raise
-    return Loaded(runtime, compile_template(runtime.facts))
+    try:
+        runtime.identify(file_sha256(path, between_chunks=trio.from_thread.check_cancelled))
+        return Loaded(runtime, compile_template(runtime.facts))
+    except BaseException:
+        runtime.close()
+        raise
 
 
 def compile_template(facts: ModelFacts) -> ChatTemplate | LlamadError:

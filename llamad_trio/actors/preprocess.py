@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import outcome
@@ -28,7 +28,7 @@ from llamad_trio.core.errors import (
     ProtocolError,
 )
 from llamad_trio.core.plan import Prepared
-from llamad_trio.core.request import Request
+from llamad_trio.core.request import Message, Request
 from llamad_trio.core.runtime import Runtime
 from llamad_trio.core.sampling import resolve_sampling
 
@@ -83,7 +83,7 @@ class Preprocessor:
         outbox: trio.MemorySendChannel[Prepared],
     ) -> None:
         self._runtime = runtime
-        self._n_ctx = n_ctx
+        self.n_ctx = n_ctx
         self._decode = decode
         self._inbox = inbox
         self._outbox = outbox
@@ -113,10 +113,15 @@ class Preprocessor:
             return self._runtime.detokenize(request.prompt)
         if request.raw:
             return request.prompt
+        return self.render_messages(request.messages, add_generation_prompt=True)
+
+    def render_messages(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> str:
+        """A conversation as text, ready for the assistant's turn or not."""
         if isinstance(self._template, LlamadError):
             raise copy.copy(self._template)
         return self._template.render(
-            [{"role": m.role, "content": m.content} for m in request.messages]
+            [{"role": m.role, "content": m.content} for m in messages],
+            add_generation_prompt=add_generation_prompt,
         )
 
     def tokens(self, request: Request) -> list[int]:
@@ -126,21 +131,27 @@ class Preprocessor:
             ProtocolError: no token at all, an id outside the vocabulary, no template.
             PromptTooLong: a text of this length cannot fit, however it is tokenised.
         """
-        facts = self._runtime.facts
         if not isinstance(request.prompt, str):
             self._check_vocabulary(request.prompt)
             tokens = list(request.prompt)
         else:
-            text = self.render(request)
-            if facts.max_bytes_per_token:
-                at_least = -(-len(text.encode()) // facts.max_bytes_per_token)
-                self._check_length(at_least)
-            # A template that writes BOS itself must not get a second one.
-            has_bos = bool(facts.bos_text) and text.startswith(facts.bos_text)
-            tokens = self._runtime.tokenize(text, add_special=not has_bos, parse_special=True)
+            tokens = self.text_tokens(self.render(request))
         if not tokens:
             raise ProtocolError("the prompt is empty")
         return tokens
+
+    def text_tokens(self, text: str) -> list[int]:
+        """A prompt's text as tokens, with BOS where the model wants it.
+
+        Raises:
+            PromptTooLong: a text of this length cannot fit, however it is tokenised.
+        """
+        facts = self._runtime.facts
+        if facts.max_bytes_per_token:
+            self._check_length(-(-len(text.encode()) // facts.max_bytes_per_token))
+        # A template that writes BOS itself must not get a second one.
+        has_bos = bool(facts.bos_text) and text.startswith(facts.bos_text)
+        return self._runtime.tokenize(text, add_special=not has_bos, parse_special=True)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -177,10 +188,12 @@ class Preprocessor:
         return Prepared(
             id=ticket.id,
             tokens=tokens,
-            max_tokens=min(request.max_tokens, self._n_ctx - len(tokens)),
-            sampling=resolve_sampling(request, n_ctx=self._n_ctx, fresh_seed=secrets.randbits(32)),
+            max_tokens=0 if ticket.holder else min(request.max_tokens, self.n_ctx - len(tokens)),
+            sampling=resolve_sampling(request, n_ctx=self.n_ctx, fresh_seed=secrets.randbits(32)),
             stop=request.stop,
             streams=ticket.streams,
+            session=request.session,
+            holder=ticket.holder,
         )
 
     def _check_vocabulary(self, tokens: Sequence[int]) -> None:
@@ -190,7 +203,7 @@ class Preprocessor:
                 raise ProtocolError(f"token {token} is not in the vocabulary")
 
     def _check_length(self, n_tokens: int) -> None:
-        budget = self._n_ctx - 1  # at least one token must be left for the reply
+        budget = self.n_ctx - 1  # at least one token must be left for the reply
         if n_tokens > budget:
             raise PromptTooLong(n_tokens, budget)
 

@@ -30,15 +30,23 @@ class Ticket:
         ticket_id: unique, in order of submission.
         request: what to compute.
         streams: whether the caller reads pieces.
+        holder: set to only compute the prompt, and to hold on to its KV by this name.
         on_room: called when a reader that had fallen behind has caught up.
     """
 
     def __init__(
-        self, ticket_id: int, request: Request, *, streams: bool, on_room: Callable[[int], None]
+        self,
+        ticket_id: int,
+        request: Request,
+        *,
+        streams: bool,
+        on_room: Callable[[int], None],
+        holder: str | None = None,
     ) -> None:
         self.id = ticket_id
         self.request = request
         self.streams = streams
+        self.holder = holder
         self.completion: Completion | None = None
         self.error: LlamadError | None = None
         self._submitted_at = trio.current_time()

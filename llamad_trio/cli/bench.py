@@ -13,6 +13,7 @@ from llamad_trio.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from llamad_trio.bench import BenchReport
+    from llamad_trio.bench_prefix import PrefixReport
 
 __all__ = ["bench_command"]
 
@@ -20,17 +21,23 @@ __all__ = ["bench_command"]
 @click.command("bench")
 @click.argument("model", default=DEFAULT_MODEL)
 @click.option("--concurrency", "-c", multiple=True, type=click.IntRange(1, 64), default=(1, 4, 8))
-@click.option("--prompt-tokens", type=click.IntRange(8, 4096), default=128, show_default=True)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(8, 4096),
+    help="Length of a prompt (128), or of the shared prefix (1000).",
+)
 @click.option("--tokens", type=click.IntRange(8, 4096), default=96, show_default=True)
 @click.option("--pairs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option("--prefix", is_flag=True, help="Measure what reusing a prefix is worth instead.")
 @click.option("--threads", type=click.IntRange(1, 256), help="Default: the physical cores.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def bench_command(
     model: str,
     concurrency: tuple[int, ...],
-    prompt_tokens: int,
+    prompt_tokens: int | None,
     tokens: int,
     pairs: int,
+    prefix: bool,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -42,17 +49,39 @@ def bench_command(
     import trio
 
     from llamad_trio.bench import run_bench
+    from llamad_trio.bench_prefix import run_prefix_bench
 
     overrides: dict[str, Any] = {} if threads is None else {"n_threads": threads}
+
+    def tell(what: str) -> None:
+        click.echo(f"measuring {what}", err=True)
+
+    if prefix:
+        length = 1000 if prompt_tokens is None else prompt_tokens
+        prefix_report = trio.run(
+            partial(
+                run_prefix_bench,
+                ensure_model(model),
+                prefix_tokens=length,
+                rounds=pairs,
+                on_progress=tell,
+                **overrides,
+            )
+        )
+        if as_json:
+            click.echo(json.dumps(attrs.asdict(prefix_report), indent=2))
+        else:
+            _print_prefix_table(prefix_report)
+        return
     report = trio.run(
         partial(
             run_bench,
             ensure_model(model),
             concurrency=concurrency,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=128 if prompt_tokens is None else prompt_tokens,
             n_tokens=tokens,
             pairs=pairs,
-            on_progress=lambda what: click.echo(f"measuring {what}", err=True),
+            on_progress=tell,
             **overrides,
         )
     )
@@ -88,4 +117,20 @@ def _print_table(report: BenchReport) -> None:
             f"{row.ttft_s:.3f}",
             f"{row.raw_ttft_s:.3f}",
         )
+    Console().print(table)
+
+
+def _print_prefix_table(report: PrefixReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"time to the first token, {report.prefix_tokens} + {report.suffix_tokens} prompt "
+        f"tokens, medians of {report.rounds}"
+    )
+    table.add_column("prefix")
+    for what in ("TTFT s", "against cold", "reused tokens"):
+        table.add_column(what, justify="right")
+    for row in report.rows:
+        table.add_row(row.case, f"{row.ttft_s:.3f}", f"{row.ratio:.3f}", str(row.cached_tokens))
     Console().print(table)

@@ -29,6 +29,7 @@ DEFAULT_N_CTX = 4096
 MAX_N_CTX = 1_048_576
 MAX_SLOTS = 512
 MAX_THREADS = 256
+MAX_BYTES = 2**63 - 1
 
 SplitMode = Literal["none", "layer", "row"]
 KVType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
@@ -51,6 +52,14 @@ def _shares(value: object) -> tuple[float, ...]:
         raise ProtocolError(f"tensor_split must be numbers, not {type(value).__name__}")
     share = number("tensor_split", 0.0, 0.0, 1e6)
     return tuple(share(item) for item in value)
+
+
+def _directory(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        raise ProtocolError(f"prompt_cache_dir must be a path, not {type(value).__name__}")
+    return os.fsdecode(value)
 
 
 def _lane(value: object) -> LaneLike | Literal["own"] | None:
@@ -78,6 +87,9 @@ class EngineConfig:
         max_queue: waiting requests beyond this are refused with `Busy`; `None` is no limit.
         step_target_s: seconds a step may take while streams are running; sizes the part
             of a prompt that is put in beside them.
+        prompt_cache_ram_bytes: RAM for prefixes that had to leave the pool; 0 is off.
+        prompt_cache_dir: where prefixes are kept over a restart, with
+        prompt_cache_disk_bytes: how much of the disk they may take; 0 is off.
         lane: the OS thread to compute on: `None` the one shared by default, `"own"` a
             new one, or a `Lane` of the application's.
         n_gpu_layers, split_mode, main_gpu, tensor_split, use_mmap, use_mlock,
@@ -107,6 +119,13 @@ class EngineConfig:
     )
     step_target_s: float = attrs.field(
         default=0.1, metadata={CONVERT: number("step_target_s", 0.1, 0.001, 60.0)}
+    )
+    prompt_cache_ram_bytes: int = attrs.field(
+        default=0, metadata={CONVERT: whole_number("prompt_cache_ram_bytes", 0, MAX_BYTES)}
+    )
+    prompt_cache_dir: str | None = attrs.field(default=None, metadata={CONVERT: _directory})
+    prompt_cache_disk_bytes: int = attrs.field(
+        default=0, metadata={CONVERT: whole_number("prompt_cache_disk_bytes", 0, MAX_BYTES)}
     )
     lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata={CONVERT: _lane})
     n_gpu_layers: int = attrs.field(

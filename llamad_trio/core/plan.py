@@ -10,13 +10,17 @@ import attrs
 from llamad_trio.core.sampling import SamplingParams
 
 __all__ = [
+    "Copy",
+    "Drop",
+    "Load",
+    "MemoryOp",
     "Prepared",
     "Sampled",
     "SamplerSpec",
+    "Save",
     "StepPlan",
     "StepResult",
     "StepStatus",
-    "Trim",
     "Work",
 ]
 
@@ -28,8 +32,12 @@ class Prepared:
     Attributes:
         id: unique.
         tokens: the whole prompt, at least one token.
-        max_tokens: most tokens to generate, already capped by what an empty pool leaves.
+        max_tokens: most tokens to generate, already capped by what an empty pool leaves;
+            0 only computes the prompt.
         streams: whether the caller wants the text piece by piece.
+        session: its prefix is kept in preference to those of no session.
+        holder: who holds on to the prompt's KV when the request is complete; it is kept
+            in preference to all others, until the holder holds something else.
     """
 
     id: int
@@ -38,14 +46,45 @@ class Prepared:
     sampling: SamplingParams
     stop: Sequence[str] = ()
     streams: bool = True
+    session: str | None = None
+    holder: str | None = None
 
 
 @attrs.frozen
-class Trim:
-    """Keep the first `keep` tokens of sequence `seq` in the KV cache, drop the rest."""
+class Drop:
+    """Remove all of a sequence from the KV cache."""
 
     seq: int
-    keep: int
+
+
+@attrs.frozen
+class Copy:
+    """Let `dst`, which is empty, share the first `n` tokens of `src`."""
+
+    src: int
+    dst: int
+    n: int
+
+
+@attrs.frozen
+class Save:
+    """Write out the state of a sequence; the result carries it under `key`."""
+
+    seq: int
+    key: int
+
+
+@attrs.frozen(eq=False)
+class Load:
+    """Give `seq`, which is empty, a state of `length` tokens; keep the first `n` of them."""
+
+    seq: int
+    state: bytes
+    length: int
+    n: int
+
+
+MemoryOp = Drop | Copy | Save | Load
 
 
 @attrs.frozen(kw_only=True)
@@ -78,10 +117,13 @@ class Work:
 
 @attrs.frozen(kw_only=True)
 class StepPlan:
-    """One step: first the trims and the samplers, then all `work` in one batch."""
+    """One step: first the memory operations, in order, then all `work` in one batch.
+
+    Without work, only the memory operations are made.
+    """
 
     work: tuple[Work, ...]
-    trims: tuple[Trim, ...] = ()
+    memory: tuple[MemoryOp, ...] = ()
     new_samplers: tuple[SamplerSpec, ...] = ()
     old_samplers: tuple[int, ...] = ()
 
@@ -121,6 +163,7 @@ class StepResult:
         failures: by request id, why no token could be sampled.
         cleared: sequences that lost *all* their tokens, because the model's memory
             cannot be rolled back to a position.
+        saved: by key, the states that were to be saved and could be.
         elapsed_s: seconds the computation took.
         reason: why, when the status is `FAILED`.
     """
@@ -129,5 +172,6 @@ class StepResult:
     sampled: Mapping[int, Sampled] = attrs.field(factory=dict)
     failures: Mapping[int, str] = attrs.field(factory=dict)
     cleared: frozenset[int] = frozenset()
+    saved: Mapping[int, bytes] = attrs.field(factory=dict)
     elapsed_s: float = 0.0
     reason: str = ""

@@ -19,7 +19,7 @@ __all__ = ["Match", "PrefixTree", "common_length"]
 
 
 def common_length(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of their first `limit` tokens are the same."""
+    """How many of their first `limit` tokens are the same.  Both of one type."""
     limit = min(limit, len(a), len(b))
     low, high = 0, limit
     # Slices compare at the speed of C: halve instead of walking.
@@ -97,6 +97,25 @@ class PrefixTree:
             freed += len(node.tokens)
         return freed
 
+    def is_inside_another(self, seq: int) -> bool:
+        """Whether another sequence holds all that this one holds, in the same cells."""
+        node = self._ends[seq]
+        return bool(node.children) or len(node.seqs) > 1
+
+    def has_twin(self, seq: int) -> bool:
+        """Whether another sequence ends in the same cell."""
+        return len(self._ends[seq].seqs) > 1
+
+    def holders(self, seq: int) -> set[int]:
+        """The sequences that hold the last cell of this one: itself, and who shares all of it."""
+        found: set[int] = set()
+        stack = [self._ends[seq]]
+        while stack:
+            node = stack.pop()
+            found |= node.seqs
+            stack += node.children
+        return found
+
     def cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
         """Cells held by the first `n` tokens of each `(seq, n)` together."""
         covered: dict[int, int] = {}
@@ -115,7 +134,8 @@ class PrefixTree:
             limit: most tokens of interest.
             whole: only sequences that hold nothing but the prefix count.
         """
-        limit = min(limit, len(tokens))
+        tokens = list(tokens[:limit])  # a list equals no tuple
+        limit = len(tokens)
         best_node, best = self._root, 0
         stack = [self._root]
         while stack:

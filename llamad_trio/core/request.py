@@ -109,6 +109,8 @@ class Request:
         seed: any 32-bit unsigned integer; `None` draws a fresh one per request.
         stop: texts that end the generation and are not part of the result.
         grammar, grammar_root: a GBNF grammar and its start rule.
+        session: a name; the prefixes of requests that have one are kept in preference to
+            those of requests that have none, when the pool is tight.
         raw: use the prompt as it is, without the model's chat template.
     """
 
@@ -142,6 +144,7 @@ class Request:
     stop: Sequence[str] = attrs.field(default=(), metadata={CONVERT: _stop})
     grammar: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("grammar"))})
     grammar_root: str = attrs.field(default="root", metadata={CONVERT: text("grammar_root")})
+    session: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("session"))})
     raw: bool = attrs.field(default=False, metadata={CONVERT: boolean("raw")})
 
     def __attrs_post_init__(self) -> None:

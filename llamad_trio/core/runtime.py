@@ -24,7 +24,8 @@ class ModelFacts:
     """What a model says of itself.  Sizes in bytes, lengths in tokens.
 
     `max_bytes_per_token` is the most text one token can stand for, `None` if unknown.
-    `identity` is a digest of everything that decides what its KV cache means.
+    `n_seqs` is the number of sequences its context has; more than slots, if any is to be
+    retained.  `identity` is a digest of everything that decides what its KV cache means.
     """
 
     architecture: str
@@ -40,6 +41,7 @@ class ModelFacts:
     adds_bos: bool
     max_bytes_per_token: int | None
     can_rewind: bool
+    n_seqs: int
     identity: str
 
 

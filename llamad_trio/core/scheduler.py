@@ -15,10 +15,13 @@ The rules:
    preempted waits again in its old place, and goes on where it was.
 4. The oldest running request is never preempted, so there is always progress.
 5. Nothing of a cancelled request is planned again.
+6. A prompt goes on from the longest prefix anybody holds; when somebody older is still
+   computing a longer one, it waits for that.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
@@ -34,9 +37,11 @@ from llamad_trio.core.plan import (
     StepPlan,
     StepResult,
     StepStatus,
-    Trim,
     Work,
 )
+from llamad_trio.core.pool import Pool, Reuse
+from llamad_trio.core.prefix import Match, common_length
+from llamad_trio.core.shelf import Shelf, Snapshot
 from llamad_trio.core.stop import StopMatcher
 from llamad_trio.core.utf8 import Utf8Assembler
 
@@ -45,6 +50,9 @@ __all__ = ["Event", "Failed", "Finished", "Piece", "Scheduler", "SchedulerStats"
 HEADROOM_TOKENS = 32
 """Free cells asked for beyond the prompt at admission: enough that a request is not
 preempted in its first moments, little enough that a high `max_tokens` costs nothing."""
+
+MIN_SHARED_TOKENS = 16
+"""A request waits for another's prefill only when it saves at least this much of its own."""
 
 
 @attrs.frozen
@@ -94,17 +102,6 @@ _MOVES = {
 
 
 @attrs.define(eq=False)
-class _Slot:
-    """One llama.cpp sequence.  `tokens[:resident]` is what its KV cache holds."""
-
-    seq: int
-    tokens: Sequence[int] = ()
-    resident: int = 0
-    run: _Run | None = None
-    last_used: int = 0
-
-
-@attrs.define(eq=False)
 class _Run:
     """A request on its way: everything that survives preemption."""
 
@@ -114,7 +111,8 @@ class _Run:
     stop: StopMatcher
     utf8: Utf8Assembler = attrs.field(factory=Utf8Assembler)
     state: _State = _State.WAITING
-    slot: _Slot | None = None
+    seq: int = -1
+    begun: bool = False
     text: list[str] = attrs.field(factory=list)
     cached_tokens: int = 0
     has_sampler: bool = False
@@ -128,16 +126,6 @@ class _Run:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.prepared.tokens)
-
-    @property
-    def pending(self) -> int:
-        """Tokens that are not in the KV cache yet."""
-        return len(self.tokens) - (self.slot.resident if self.slot else 0)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its next step is the single row of a generated token."""
-        return self.generated > 0 and self.pending == 1
 
     def move(self, state: _State) -> None:
         assert (self.state, state) in _MOVES, f"{self.state} -> {state}"
@@ -170,33 +158,44 @@ class Scheduler:
     """The state of one engine's requests, slots and KV pool.
 
     Args:
-        n_slots: sequences that can run at once.
+        n_slots: requests that can run at once.
+        n_seqs: sequences there are, more than `n_slots` if anything is to be retained.
         n_ctx: tokens in the KV pool, shared by all slots.
         n_batch: most tokens in a step, at least `n_slots`.
         step_target_s: seconds a step with running streams should take.
-        retain: keep the KV of ended requests for reuse; needs a memory that can rewind.
+        reuse: what requests can take over from each other.
+        shelf: where prefixes go that leave the pool, if anywhere.
 
     Call `plan`, run the plan, call `apply` with its result; between the two a step
     is in flight.  Every other method may be called at any time.
     """
 
     def __init__(
-        self, *, n_slots: int, n_ctx: int, n_batch: int, step_target_s: float, retain: bool
+        self,
+        *,
+        n_slots: int,
+        n_seqs: int,
+        n_ctx: int,
+        n_batch: int,
+        step_target_s: float,
+        reuse: Reuse,
+        shelf: Shelf | None = None,
     ) -> None:
         assert 1 <= n_slots <= n_batch
+        assert n_seqs > n_slots or reuse is Reuse.NOTHING
         self.n_ctx = n_ctx
-        self._retain = retain
+        self._n_slots = n_slots
         self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
-        self._slots = [_Slot(seq) for seq in range(n_slots)]
+        self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=shelf)
         self._runs: dict[int, _Run] = {}
+        self._running: list[_Run] = []  # those that hold a slot, oldest first
         self._plan: StepPlan | None = None
         self._growth: dict[int, int] = {}
         self._n_decode = 0
-        self._trims: list[Trim] = []
         self._old_samplers: list[int] = []
+        self._wanted: set[int] = set()
         self._short_of_cells = False
         self._arrivals = 0
-        self._tick = 0
         self._totals: Counter[str] = Counter()
         self._prefill_s = 0.0
         self._decode_s = 0.0
@@ -207,7 +206,7 @@ class Scheduler:
         """Take a request in.  It must fit in an empty pool (see `Prepared`)."""
         assert prepared.id not in self._runs
         assert len(prepared.tokens) >= 1
-        assert 1 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
+        assert 0 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
         self._arrivals += 1
         stop = StopMatcher(prepared.stop)
         self._runs[prepared.id] = _Run(prepared, self._arrivals, list(prepared.tokens), stop)
@@ -233,10 +232,12 @@ class Scheduler:
 
     def fail_all(self, error: LlamadError) -> list[Event]:
         """End every request with `error`, and the step in flight, if there is one."""
-        self._plan = None
+        plan, self._plan = self._plan, None
         ended = list(self._runs.values())
         for run in ended:
             self._end(run)
+        if plan is not None:
+            self._pool.distrust(plan)
         return [Failed(run.id, error) for run in ended if not run.cancelled]
 
     @property
@@ -254,23 +255,22 @@ class Scheduler:
     @property
     def n_running(self) -> int:
         """Requests that hold a slot and are still wanted."""
-        return sum(not run.cancelled for run in self._running())
+        return sum(not run.cancelled for run in self._running)
 
     def stats(self) -> SchedulerStats:
         """A snapshot."""
-        running = self._running()
-        retained = sum(slot.resident for slot in self._slots if slot.run is None)
-        used = sum(slot.resident for slot in self._slots) - retained
+        running = self._running
+        used = self._pool.held_by(run.seq for run in running)
         totals = self._totals
         return SchedulerStats(
             running=self.n_running,
-            slots_free=len(self._slots) - len(running),
-            slots_prefill=sum(not run.paused and not run.decodes for run in running),
-            slots_decode=sum(not run.paused and run.decodes for run in running),
+            slots_free=self._n_slots - len(running),
+            slots_prefill=sum(not run.paused and not self._decodes(run) for run in running),
+            slots_decode=sum(not run.paused and self._decodes(run) for run in running),
             slots_paused=sum(run.paused for run in running),
             kv_used=used,
-            kv_retained=retained,
-            kv_free=self.n_ctx - used - retained,
+            kv_retained=self._pool.in_use - used,
+            kv_free=self._pool.free_cells,
             prefill_tokens=totals["prefill_tokens"],
             prefill_s=self._prefill_s,
             decode_tokens=totals["decode_tokens"],
@@ -281,12 +281,55 @@ class Scheduler:
             aborted_steps=totals["aborted_steps"],
         )
 
+    # -- what sessions ask ------------------------------------------------------------
+
+    def resident(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens somebody holds, so that one can go on from there."""
+        return self._pool.resident(tokens)
+
+    def hold(self, holder: str, tokens: Sequence[int]) -> bool:
+        """Let `holder` hold what is resident already; false if not all of it is."""
+        return self._pool.hold_resident(holder, tokens)
+
+    def let_go(self, holder: str) -> None:
+        """The holder is gone: what it held is kept like anything else."""
+        self._pool.let_go(holder)
+
+    # -- the tiers below the pool -----------------------------------------------------
+
+    def take_wanted(self) -> set[int]:
+        """Entries of the shelf that requests wait for, and that are on disk only."""
+        wanted, self._wanted = self._wanted, set()
+        return wanted
+
+    def read(self, key: int, snapshot: Snapshot | None) -> None:
+        """An entry has been read from disk; `None` if it could not be."""
+        self._pool.read(key, snapshot)
+
+    def take_leaving(self) -> list[Snapshot]:
+        """What has left RAM since the last call, for the disk."""
+        return self._pool.take_leaving()
+
+    def plan_saving(self) -> StepPlan:
+        """A last step, without work, that writes out every retained prefix."""
+        assert not self._runs
+        self._pool.save_all()
+        return StepPlan(work=(), memory=self._pool.take_ops())
+
+    def take_saved(self, result: StepResult) -> list[Snapshot]:
+        """All that is to survive, of what the last step has saved and what was shelved."""
+        self._pool.saved(result.saved)
+        return self._pool.take_all()
+
+    def add_stored(self, tokens: Sequence[int]) -> int:
+        """Know of a snapshot on disk; return its key."""
+        return self._pool.add_stored(tokens)
+
     # -- the step ---------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, or `None` when there is nothing to compute."""
         assert self._plan is None, "a step is in flight"
-        self._tick += 1
         self._growth.clear()
         self._admit()
         self._grow_decoding()
@@ -294,15 +337,14 @@ class Scheduler:
         if not self._growth:
             return None
         # Only now: a prompt's growth may have preempted one that was to decode.
-        self._n_decode = sum(self._runs[id_].decodes for id_ in self._growth)
+        self._n_decode = sum(self._decodes(self._runs[id_]) for id_ in self._growth)
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
-            trims=tuple(self._trims),
+            memory=self._pool.take_ops(),
             new_samplers=tuple(self._new_samplers(work)),
             old_samplers=tuple(self._old_samplers),
         )
-        self._trims.clear()
         self._old_samplers.clear()
         return self._plan
 
@@ -311,6 +353,7 @@ class Scheduler:
         plan, self._plan = self._plan, None
         assert plan is not None, "no step is in flight"
         self._growth.clear()
+        self._pool.saved(result.saved)
         self._totals["steps"] += 1
         events: list[Event] = []
         match result.status:
@@ -325,7 +368,7 @@ class Scheduler:
                 self._forget(result.cleared)
                 events += self._yield_room(plan)
             case StepStatus.FAILED:
-                self._forget(work.seq for work in plan.work)
+                self._forget({*result.cleared, *(work.seq for work in plan.work)})
                 for work in plan.work:
                     events += self._fail(self._runs[work.request_id], InferenceError(result.reason))
         for work in plan.work:
@@ -337,72 +380,104 @@ class Scheduler:
     # -- admission and the pool -------------------------------------------------------
 
     def _admit(self) -> None:
-        if self._short_of_cells and any(not run.paused for run in self._running()):
+        if self._short_of_cells and any(not run.paused for run in self._running):
             return  # or who has just been preempted would come back, and nobody progress
         for run in list(self._runs.values()):
             if run.state is not _State.WAITING or run.paused:
                 continue  # a paused one waits for its own reader; the others need not
-            slot = self._find_room(run)
-            if slot is None:
+            if not self._find_room(run):
                 return
-            self._start(run, slot)
+            run.seq = self._pool.open()
+            run.move(_State.RUNNING)
+            insort(self._running, run, key=lambda r: r.arrival)
 
-    def _find_room(self, run: _Run) -> _Slot | None:
-        """A slot for `run`, preempting paused requests if that is what it takes."""
-        left = run.prepared.max_tokens - run.generated
-        wanted = min(len(run.tokens) + min(left, HEADROOM_TOKENS), self.n_ctx)
-        running = self._running()
-        paused = [r for r in running if r.paused]
-        # What was admitted counts whole, though its prompt may not be computed yet.
-        committed = sum(len(r.tokens) for r in running)
-        if committed - sum(len(r.tokens) for r in paused) + wanted > self.n_ctx:
-            return None  # not even without all of the paused
-        while True:
-            slot = self._choose_slot(run.tokens)
-            if slot is not None and committed + wanted <= self.n_ctx:
-                return slot
+    def _find_room(self, run: _Run) -> bool:
+        """Whether `run` can start, preempting paused requests if that is what it takes."""
+        paused = [r for r in self._running if r.paused]
+        active = [r for r in self._running if not r.paused]
+        if len(active) == self._n_slots or not self._fits(run, active):
+            return False  # not even without all of the paused
+        while len(self._running) == self._n_slots or not self._fits(run, self._running):
             if not paused:
-                return None
-            victim = paused.pop()
-            committed -= len(victim.tokens)
-            self._preempt(victim)
+                return False  # what one of them held was counted on by more than one
+            self._preempt(paused.pop())
+        return True
 
-    def _choose_slot(self, tokens: Sequence[int]) -> _Slot | None:
-        """The free slot that helps `tokens` most and costs the others least."""
-        free = [slot for slot in self._slots if slot.run is None]
-        if not free:
-            return None
-        shared = {slot.seq: self._reusable(slot, tokens) for slot in free}
-        best = max(free, key=lambda slot: shared[slot.seq])
-        # Sharing only little of a long retained prefix would destroy the rest of it.
-        if 2 * shared[best.seq] >= min(best.resident, len(tokens)) > 0:
-            return best
-        return min(free, key=lambda slot: (slot.resident > 0, slot.last_used))
+    def _fits(self, run: _Run, running: Iterable[_Run]) -> bool:
+        """Whether `run` and a small headroom fit beside what `running` have and will have.
 
-    def _reusable(self, slot: _Slot, tokens: Sequence[int]) -> int:
-        """Leading tokens that need no computing; the last always does, for its logits."""
-        limit = min(slot.resident, len(tokens) - 1)
-        for n in range(limit):
-            if slot.tokens[n] != tokens[n]:
-                return n
-        return limit
+        A prefix they share counts once, computed or not.
+        """
+        left = run.prepared.max_tokens - run.generated
+        held: list[tuple[int, int]] = []
+        to_come = min(left, HEADROOM_TOKENS)
+        older: list[_Run] = []
+        for r in sorted((*running, run), key=lambda r: r.arrival):
+            if r.begun:
+                resident = self._pool.length(r.seq)
+                held.append((r.seq, resident))
+            else:
+                match = self._pool.find(r.tokens)
+                if match:
+                    held.append((match.seq, match.n))
+                n = match.n if match else 0
+                resident = max(n, self._worth_waiting(r, n, older))
+            to_come += len(r.tokens) - resident
+            older.append(r)
+        wanted = self._pool.cells(held) + to_come
+        return wanted <= self.n_ctx or len(older) == 1
 
-    def _start(self, run: _Run, slot: _Slot) -> None:
-        keep = self._reusable(slot, run.tokens)
-        self._trim(slot, keep)
+    def _worth_waiting(self, run: _Run, n: int, older: Iterable[_Run]) -> int:
+        """Tokens that `run`, which can have `n` now, can have once others have computed them;
+        0 if it had better begin."""
+        soon = 0
+        for other in older:
+            common = 0 if other.paused else self._common(run, other)
+            if not other.begun or common > self._pool.length(other.seq):
+                soon = max(soon, common)
+        return soon if soon >= n + MIN_SHARED_TOKENS else 0
+
+    def _common(self, run: _Run, other: _Run) -> int:
+        """Leading tokens `run` could take over from `other`, once that has computed them."""
+        if self._pool.reuse is not Reuse.PREFIX:
+            return 0
+        return common_length(run.tokens, other.tokens, len(run.tokens) - 1)
+
+    def _begin(self, run: _Run) -> bool:
+        """Take over what is computed already; false while somebody is computing more of it."""
+        match = self._pool.find(run.tokens)
+        n = match.n if match else 0
+        older = (other for other in self._running if other.arrival < run.arrival)
+        if self._worth_waiting(run, n, older):
+            return False  # they hold less of that, or it would have been found
+        shelved = self._pool.find_shelved(run.tokens)
+        if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
+            if not self._pool.is_in_ram(shelved.seq):
+                self._wanted.add(shelved.seq)
+                return False  # until it has been read
+            self._make_room(run, self._pool.shelved_length(shelved.seq))
+            self._pool.load(shelved, run.seq)
+            n = shelved.n
+        elif match:
+            self._pool.share(match, run.seq)
+        run.begun = True
         if run.generated == 0:
-            run.cached_tokens = keep
-            self._totals["cached_tokens"] += keep
-        slot.run, slot.tokens, run.slot = run, run.tokens, slot
-        run.move(_State.RUNNING)
+            run.cached_tokens = n
+            self._totals["cached_tokens"] += n
+        return True
+
+    def _has_room_for(self, shelved: Match) -> bool:
+        """Whether all of a shelf's entry fits for a moment, if retained prefixes go."""
+        length = self._pool.shelved_length(shelved.seq)
+        growth = sum(self._growth.values())
+        return self._pool.can_free(length + growth, (r.seq for r in self._running))
 
     def _make_room(self, run: _Run, n_tokens: int) -> int:
         """Free cells until `run` can grow by `n_tokens`; return how many it can grow by."""
-        while (free := self._free_cells()) < n_tokens:
-            retained = [slot for slot in self._slots if slot.run is None and slot.resident]
-            if retained:
-                self._trim(min(retained, key=lambda slot: slot.last_used), 0)
-            elif victim := self._victim(run):
+        while (free := self._pool.free_cells - sum(self._growth.values())) < n_tokens:
+            if self._pool.evict():
+                continue
+            if victim := self._victim(run):
                 self._preempt(victim)
             else:
                 return free
@@ -410,35 +485,28 @@ class Scheduler:
 
     def _victim(self, run: _Run) -> _Run | None:
         """Whom to preempt so that `run` can grow: paused readers first, then the newest."""
-        others = [r for r in self._running() if r is not run]
+        others = [r for r in self._running if r is not run]
         paused = [r for r in others if r.paused]
         newer = [r for r in others if r.arrival > run.arrival]
         candidates = paused or newer
         return candidates[-1] if candidates else None
 
     def _preempt(self, run: _Run) -> None:
-        assert run.slot is not None
-        slot, run.slot = run.slot, None
-        slot.run = None
-        self._trim(slot, 0)
+        self._pool.close(run.seq, keep=False)
+        self._leave_slot(run)
         self._growth.pop(run.id, None)
         run.move(_State.WAITING)
         self._totals["preemptions"] += 1
 
-    def _trim(self, slot: _Slot, keep: int) -> None:
-        if slot.resident > keep:
-            slot.resident = keep
-            self._trims.append(Trim(slot.seq, keep))
-
-    def _free_cells(self) -> int:
-        resident = sum(slot.resident for slot in self._slots)
-        return self.n_ctx - resident - sum(self._growth.values())
+    def _leave_slot(self, run: _Run) -> None:
+        self._running.remove(run)
+        run.seq, run.begun = -1, False
 
     # -- planning ---------------------------------------------------------------------
 
     def _grow_decoding(self) -> None:
-        for run in self._running():
-            if run.state is not _State.RUNNING or run.paused or not run.decodes:
+        for run in list(self._running):
+            if run.state is not _State.RUNNING or run.paused or not self._decodes(run):
                 continue
             if self._make_room(run, 1):
                 self._growth[run.id] = 1
@@ -446,18 +514,20 @@ class Scheduler:
                 self._preempt(run)  # it is the newest itself
 
     def _grow_prompts(self, budget: int) -> None:
-        for run in self._running():
-            if run.state is not _State.RUNNING or run.paused or run.decodes:
+        for run in list(self._running):
+            if run.state is not _State.RUNNING or run.paused or self._decodes(run):
                 continue
-            if n := self._make_room(run, min(run.pending, budget)):
-                self._growth[run.id] = n
-                budget -= n
+            if budget and (run.begun or self._begin(run)):
+                n = self._make_room(run, min(self._pending(run), budget))
+                if n:
+                    self._growth[run.id] = n
+                    budget -= n
 
     def _work(self, run: _Run, n_tokens: int) -> Work:
-        assert run.slot is not None
-        pos = run.slot.resident
+        pos = self._pool.length(run.seq)
         end = pos + n_tokens
-        return Work(run.id, run.slot.seq, pos, run.tokens[pos:end], sample=end == len(run.tokens))
+        sample = end == len(run.tokens) and run.prepared.max_tokens > 0
+        return Work(run.id, run.seq, pos, run.tokens[pos:end], sample)
 
     def _new_samplers(self, work: Iterable[Work]) -> Iterator[SamplerSpec]:
         for item in work:
@@ -481,14 +551,18 @@ class Scheduler:
 
     def _advance(self, work: Work, result: StepResult) -> list[Event]:
         run = self._runs[work.request_id]
-        assert run.slot is not None
-        run.slot.resident += len(work.tokens)
-        if run.cancelled or not work.sample:
+        self._pool.extend(run.seq, work.tokens)
+        if run.cancelled:
             return []
+        if not work.sample:
+            is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+            return self._finish(run, "length") if is_complete else []
         if reason := result.failures.get(run.id):
-            self._trim(run.slot, 0)  # what led to no token is nothing to build on
+            self._pool.empty(run.seq)  # what led to no token is nothing to build on
             return self._fail(run, InferenceError(reason))
         sampled = result.sampled[run.id]
+        if run.generated == 0:
+            self._pool.checkpoint(run.seq, run.prepared.session)
         run.tokens.append(sampled.token)
         if sampled.ends:
             return self._finish(run, "stop")
@@ -526,48 +600,52 @@ class Scheduler:
 
     def _yield_room(self, plan: StepPlan) -> list[Event]:
         """llama.cpp had fewer cells than the books say: give back what can be given."""
-        retained = [slot for slot in self._slots if slot.run is None and slot.resident]
-        for slot in retained:
-            self._trim(slot, 0)
-        running = self._running()
-        if retained or any(run.cancelled for run in running):
+        if self._pool.evict_all() or any(run.cancelled for run in self._running):
             return []
         self._short_of_cells = True
-        if len(running) > 1:
-            paused = [run for run in running if run.paused]
-            self._preempt((paused or running)[-1])
+        if len(self._running) > 1:
+            paused = [run for run in self._running if run.paused]
+            self._preempt((paused or self._running)[-1])
             return []
-        (run,) = running
-        resident = run.slot.resident if run.slot else 0
+        (run,) = self._running
+        resident = self._pool.length(run.seq)
         overflow = ContextOverflow("decode", resident, plan.n_tokens, self.n_ctx)
         return self._fail(run, overflow)
 
     def _forget(self, seqs: Iterable[int]) -> None:
-        for seq in seqs:
-            slot = self._slots[seq]
-            slot.resident = 0
-            if slot.run:  # what it had reused is computed again
-                self._totals["cached_tokens"] -= slot.run.cached_tokens
-                slot.run.cached_tokens = 0
+        """llama.cpp has lost these sequences: what they had reused is computed again."""
+        lost = set(seqs)
+        for seq in lost:
+            self._pool.lose(seq)
+        for run in self._running:
+            if run.seq in lost:
+                self._totals["cached_tokens"] -= run.cached_tokens
+                run.cached_tokens = 0
 
     def _end(self, run: _Run) -> None:
+        if run.state is _State.RUNNING:
+            self._short_of_cells = False
+            session, holder = run.prepared.session, run.prepared.holder
+            is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+            if holder is not None and is_complete and not run.cancelled:
+                self._pool.hold(run.seq, holder)
+            else:
+                self._pool.close(run.seq, session=session)
+            self._leave_slot(run)
         run.move(_State.ENDED)
         del self._runs[run.id]
         if run.has_sampler:
             self._old_samplers.append(run.id)
-        if slot := run.slot:
-            self._short_of_cells = False
-            run.slot, slot.run = None, None
-            slot.last_used = self._tick
-            slot.tokens = run.tokens[: slot.resident]
-            if not self._retain:
-                self._trim(slot, 0)
 
     # -- looking around ---------------------------------------------------------------
 
-    def _running(self) -> list[_Run]:
-        """The runs that hold a slot, oldest first."""
-        return sorted((s.run for s in self._slots if s.run), key=lambda run: run.arrival)
+    def _pending(self, run: _Run) -> int:
+        """Tokens that are not in the KV cache yet."""
+        return len(run.tokens) - self._pool.length(run.seq)
+
+    def _decodes(self, run: _Run) -> bool:
+        """Whether its next step is the single row of a generated token."""
+        return run.generated > 0 and self._pending(run) == 1
 
     def _is_in_flight(self, run: _Run) -> bool:
         return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

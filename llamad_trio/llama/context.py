@@ -46,23 +46,26 @@ def _abort_callback() -> object:
 
 
 class Context:
-    """One KV pool shared by `n_slots` sequences, and a batch to fill it.
+    """One KV pool shared by `n_seqs` sequences, and a batch to fill it.
 
     Args:
         model: what to compute with; must outlive the context.
         config: resolved, with thread counts and `n_ctx`.
+        n_seqs: sequences there can be.
 
     Raises:
         ModelLoadError: out of memory, or a combination llama.cpp refuses.
         UnsupportedFeature: the model has no memory to continue a text with.
     """
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, n_seqs: int) -> None:
         params = lib.llama_context_default_params()
         params.n_ctx = config.n_ctx
         params.n_batch = params.n_ubatch = config.n_batch
-        params.n_seq_max = config.n_slots
-        params.n_outputs_max = config.n_slots
+        params.n_seq_max = n_seqs
+        # Rows of logits in a step: as many as are sampled would do, but llama.cpp insists
+        # on one for each sequence.  Its own default is a row for each token of a batch.
+        params.n_outputs_max = n_seqs
         params.n_threads = config.n_threads
         params.n_threads_batch = config.n_threads_batch
         params.kv_unified = True
@@ -90,6 +93,7 @@ class Context:
             lib.llama_free(pointer)
             raise UnsupportedFeature("generation", f"{model.path.name} is an encoder model")
         self._n_vocab = model.n_vocab
+        self._has_state = model.has_state
         self._n_window = lib.llama_model_n_swa(model.pointer)
 
     def close(self) -> None:
@@ -136,6 +140,51 @@ class Context:
         if resident != (keep if kept else 0):
             raise SessionFatal(f"sequence {seq} holds {resident} tokens after a rollback to {keep}")
         return kept
+
+    def copy(self, src: int, dst: int, n: int) -> bool:
+        """Let `dst`, which is empty, share the first `n` tokens of `src`.
+
+        Metadata only: no cell is copied.  Of a memory with a state `n` must be all that `src`
+        holds: llama.cpp would copy the state of its end, whatever the `n`.
+
+        Returns:
+            Whether `dst` can go on from there; if not, it is left empty.
+
+        Raises:
+            SessionFatal: it is neither.
+        """
+        if self._has_state and n != self.n_resident(src):
+            return False
+        lib.llama_memory_seq_cp(self._memory, src, dst, 0, n)
+        if self.n_resident(dst) == n and self._has_window(dst, n):
+            return True
+        self.trim_or_clear(dst, 0)
+        return False
+
+    def save(self, seq: int) -> bytes | None:
+        """The state of a sequence as llama.cpp writes it; `None` if there is none."""
+        if not self.n_resident(seq):
+            return None
+        size = lib.llama_state_seq_get_size(self.pointer, seq)
+        buffer = (ctypes.c_uint8 * size)()
+        written = lib.llama_state_seq_get_data(self.pointer, buffer, size, seq)
+        return bytes(buffer)[:written] if written else None
+
+    def load(self, seq: int, state: bytes, length: int, keep: int) -> bool:
+        """Give `seq`, which is empty, a saved state of `length` tokens; keep `keep` of them.
+
+        Returns:
+            Whether `seq` can go on from there; if not, it is left empty.
+
+        Raises:
+            SessionFatal: it is neither.
+        """
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        read = lib.llama_state_seq_set_data(self.pointer, data, len(state), seq)
+        if read and self.n_resident(seq) == length:
+            return self.trim_or_clear(seq, keep)
+        self.trim_or_clear(seq, 0)
+        return False
 
     def _has_window(self, seq: int, keep: int) -> bool:
         """Whether everything is there that the token at position `keep` will look at.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -23,8 +22,6 @@ _SPLIT_MODES = {
     "layer": lib.LLAMA_SPLIT_MODE_LAYER,
     "row": lib.LLAMA_SPLIT_MODE_ROW,
 }
-
-_DIGEST_BYTES = 1 << 20
 
 # Vocabularies in which every token stands for at most its own bytes of the text.
 _BOUNDED_VOCABULARIES = frozenset({lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE})
@@ -117,24 +114,17 @@ class Model:
         template = lib.llama_model_chat_template(self.pointer, None)
         return template.decode(errors="replace") if template else None
 
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the file's size and both its ends: header and last tensor.
-
-        Cheap for any size; it tells models apart, it does not prove them unchanged.
-        """
-        size = self.path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with self.path.open("rb") as file:
-            digest.update(file.read(_DIGEST_BYTES))
-            file.seek(max(0, size - _DIGEST_BYTES))
-            digest.update(file.read(_DIGEST_BYTES))
-        return digest.hexdigest()
-
     @property
     def n_ctx_train(self) -> int:
         """Context the model was trained for, in tokens."""
         return int(lib.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its memory is, or includes, a state that cannot go back a token."""
+        return bool(
+            lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
+        )
 
     @property
     def n_params(self) -> int:

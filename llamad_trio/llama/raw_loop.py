@@ -38,7 +38,7 @@ class RawLoop:
     def __init__(self, runtime: LlamaRuntime, config: EngineConfig) -> None:
         self._n_batch = config.n_batch
         self._model = runtime.model
-        self._context = Context(runtime.model, config)
+        self._context = Context(runtime.model, config, config.n_slots)
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
         """Prefill each prompt, then decode all of them together for `n_tokens` steps.

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
+import llama_cpp
 import llama_cpp.llama_cpp as lib
 import numpy as np
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
-from llamad_trio.core.identity import identity_digest
-from llamad_trio.core.plan import Sampled, StepPlan, StepResult, StepStatus, Work
+from llamad_trio.core.identity import Manifest
+from llamad_trio.core.plan import (
+    Copy,
+    Drop,
+    Load,
+    MemoryOp,
+    Sampled,
+    Save,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
 from llamad_trio.core.runtime import ModelFacts
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.model import Model
 from llamad_trio.llama.sampler import Sampler
 
 __all__ = ["LlamaRuntime"]
+
+
+RETAINED_SEQS = 16
+"""Prefixes kept beside those in use.  llama.cpp reserves a row of logits for each sequence
+there can be: 1 MB for a vocabulary of 262,144."""
 
 
 class LlamaRuntime:
@@ -53,14 +71,26 @@ class LlamaRuntime:
                 n_cores=n_cores,
                 max_slots=lib.llama_max_parallel_sequences(),
             )
-            self._context = Context(self.model, self.config)
+            self._context = Context(self.model, self.config, self._n_seqs())
             undo.callback(self._context.close)
             self.facts: ModelFacts = self._read_facts()
             undo.pop_all()
         self._samplers: dict[int, Sampler] = {}
 
+    def _n_seqs(self) -> int:
+        """Sequences for the slots, and for prefixes that are retained beside them.
+
+        A retained sequence costs a row of bookkeeping, but where the model has a state it
+        costs another copy of that.
+        """
+        config = self.config
+        if not config.kv_cache:
+            return config.n_slots
+        retained = config.n_slots if self.model.has_state else RETAINED_SEQS
+        return min(config.n_slots + retained, int(lib.llama_max_parallel_sequences()))
+
     def _read_facts(self) -> ModelFacts:
-        model, config = self.model, self.config
+        model = self.model
         return ModelFacts(
             architecture=model.metadata("general.architecture") or "unknown",
             name=model.metadata("general.name"),
@@ -75,19 +105,28 @@ class LlamaRuntime:
             adds_bos=model.adds_bos,
             max_bytes_per_token=model.max_bytes_per_token,
             can_rewind=False,  # until the warm-up has shown it
-            identity=identity_digest(
-                {
-                    "model": model.digest,
-                    "llama.cpp": lib.llama_version().decode(),
-                    "template": model.chat_template,
-                    "type_k": config.type_k,
-                    "type_v": config.type_v,
-                    "flash_attn": config.flash_attn,
-                    "rope_freq_base": config.rope_freq_base,
-                    "rope_freq_scale": config.rope_freq_scale,
-                }
-            ),
+            n_seqs=self._n_seqs(),
+            identity="",  # until `identify`
         )
+
+    def identify(self, model_sha256: str) -> None:
+        """Complete the facts with the identity, which needs the digest of the whole file."""
+        model, config = self.model, self.config
+        manifest = Manifest(
+            model_sha256=model_sha256,
+            llama_build=f"{lib.llama_version().decode()} ({llama_cpp.__version__})",
+            template_sha256=_sha256(model.chat_template),
+            context=(
+                ("kind", "default"),
+                ("type_k", config.type_k or "f16"),
+                ("type_v", config.type_v or "f16"),
+                ("flash_attn", str(config.flash_attn)),
+                ("rope_freq_base", repr(config.rope_freq_base)),
+                ("rope_freq_scale", repr(config.rope_freq_scale)),
+            ),
+            adds_bos=model.adds_bos,
+        )
+        self.facts = attrs.evolve(self.facts, identity=manifest.digest)
 
     # -- vocabulary: from any thread --------------------------------------------------------
 
@@ -108,11 +147,13 @@ class LlamaRuntime:
             ModelLoadError: not even that can be computed.
         """
         context = self._context
-        context.batch.clear()
-        context.batch.add([0, 0], pos=0, seq=0, output=True)
-        code = context.batch.decode(context.pointer)
-        if code != 0:
-            raise ModelLoadError(str(self.model.path), f"the first step failed with code {code}")
+        for pos in range(2):  # one by one: a batch may have room for no more
+            context.batch.clear()
+            context.batch.add([0], pos=pos, seq=0, output=True)
+            code = context.batch.decode(context.pointer)
+            if code != 0:
+                reason = f"the first step failed with code {code}"
+                raise ModelLoadError(str(self.model.path), reason)
         self.facts = attrs.evolve(self.facts, can_rewind=context.trim(0, 1))
         context.clear()
 
@@ -124,20 +165,21 @@ class LlamaRuntime:
                 plan started from.
         """
         start = time.perf_counter()
-        context, batch = self._context, self._context.batch
         for request_id in plan.old_samplers:
             self._samplers.pop(request_id).close()
         for spec in plan.new_samplers:
             self._samplers[spec.request_id] = Sampler(spec.params, self.model.n_vocab, spec.seen)
-        lost: set[int] = set()
-        for trim in plan.trims:
-            if context.trim_or_clear(trim.seq, trim.keep):
-                lost.discard(trim.seq)
-            else:
-                lost.add(trim.seq)
+        lost, saved = self._arrange(plan.memory)
         if lost:
             # The plan builds on what is gone: nothing of it can be computed.
-            return StepResult(status=StepStatus.ABORTED, cleared=frozenset(lost))
+            return StepResult(status=StepStatus.ABORTED, cleared=lost, saved=saved)
+        result = self._compute(plan, start)
+        return attrs.evolve(result, saved=saved) if saved else result
+
+    def _compute(self, plan: StepPlan, start: float) -> StepResult:
+        context, batch = self._context, self._context.batch
+        if not plan.work:
+            return StepResult(status=StepStatus.DONE)
         batch.clear()
         rows = [
             batch.add(work.tokens, pos=work.pos, seq=work.seq, output=work.sample)
@@ -172,6 +214,31 @@ class LlamaRuntime:
         self._context.close()
         self.model.close()
 
+    def _arrange(self, operations: Sequence[MemoryOp]) -> tuple[frozenset[int], dict[int, bytes]]:
+        """Make the memory operations.
+
+        Returns:
+            The sequences that could not be given what they were to hold, and the states
+            that were saved.
+        """
+        lost: set[int] = set()
+        saved: dict[int, bytes] = {}
+        for operation in operations:
+            match operation:
+                case Drop(seq=seq):
+                    self._context.trim_or_clear(seq, 0)
+                    lost.discard(seq)
+                case Copy(src=src, dst=dst, n=n):
+                    if not self._context.copy(src, dst, n):
+                        lost.add(dst)
+                case Save(seq=seq, key=key):
+                    if state := self._context.save(seq):
+                        saved[key] = state
+                case Load(seq=seq, state=state, length=length, n=n):
+                    if not self._context.load(seq, state, length, n):
+                        lost.add(seq)
+        return frozenset(lost), saved
+
     def _sample(
         self, outputs: Sequence[tuple[Work, int]]
     ) -> tuple[dict[int, Sampled], dict[int, str]]:
@@ -193,13 +260,31 @@ class LlamaRuntime:
         return sampled, failures
 
     def _roll_back(self, plan: StepPlan, code: int) -> StepResult:
-        """Bring the pool back to what it was before the plan's batch."""
+        """Bring the pool back to what it was before the plan's batch, or to less."""
         if code < 0:
-            for work in plan.work:
-                self._context.trim_or_clear(work.seq, 0)
-            return StepResult(status=StepStatus.FAILED, reason=f"llama_decode returned {code}")
-        cleared = {
-            work.seq for work in plan.work if not self._context.trim_or_clear(work.seq, work.pos)
-        }
+            cleared = {work.seq for work in plan.work}
+            for seq in cleared:
+                self._context.trim_or_clear(seq, 0)
+        else:
+            cleared = {
+                work.seq
+                for work in plan.work
+                if not self._context.trim_or_clear(work.seq, work.pos)
+            }
+        if code != 1 and self.model.has_state and len(plan.work) > 1:
+            # A batch of several sequences puts their states side by side first.  Those that are
+            # in the way are booked where the batch would have moved them: they too are lost.
+            self._context.clear()
+            cleared = set(range(self.facts.n_seqs))
+        if code < 0:
+            return StepResult(
+                status=StepStatus.FAILED,
+                cleared=frozenset(cleared),
+                reason=f"llama_decode returned {code}",
+            )
         status = StepStatus.NO_ROOM if code == 1 else StepStatus.ABORTED
         return StepResult(status=status, cleared=frozenset(cleared))
+
+
+def _sha256(text: str | None) -> str:
+    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()

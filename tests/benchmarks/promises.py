@@ -23,6 +23,7 @@ import trio
 
 from llamad_trio import Engine, Request, open_engine
 from llamad_trio.bench import run_bench
+from llamad_trio.bench_prefix import run_prefix_bench
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20
@@ -144,6 +145,40 @@ async def joining_gap(model: str) -> dict[str, float]:
     return {"gap_s": gap_s, "step_s": step.ttft_s, "ratio": gap_s / step.ttft_s}
 
 
+async def prefix_reuse(model: str) -> dict[str, float]:
+    """TTFT with a 1,000-token prefix warm or restored, against cold."""
+    report = await run_prefix_bench(model, rounds=3)
+    return {row.case: row.ratio for row in report.rows if row.case != "cold"}
+
+
+async def shared_prefill(model: str) -> dict[str, float]:
+    """Prompt tokens computed for 8 simultaneous requests that share 1,000 tokens."""
+    async with open_engine(model, n_slots=8) as eng:
+        shared = await prompt_of(eng, 1000)
+        async with trio.open_nursery() as nursery:
+            for i in range(8):
+                own = await prompt_of(eng, 20, first=f"{i} ")
+                nursery.start_soon(eng.complete, Request(shared + own, max_tokens=4))
+        return {"computed": eng.stats().prefill_tokens}
+
+
+async def cache_cost(model: str) -> dict[str, float]:
+    """Decode speed with the cache on against off, nothing to share."""
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(4):
+        for kv_cache in speeds:
+            async with open_engine(model, n_slots=4, kv_cache=kv_cache) as eng:
+                async with trio.open_nursery() as nursery:
+                    for i in range(4):
+                        prompt = await prompt_of(eng, 32, first=f"{i} ")
+                        request = Request(prompt, temperature=0, max_tokens=96)
+                        nursery.start_soon(eng.complete, request)
+                stats = eng.stats()
+                speeds[kv_cache].append(stats.decode_tokens / stats.decode_s)
+    ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
+    return {"ratio": statistics.median(ratios)}
+
+
 async def idle_cpu(model: str) -> dict[str, float]:
     """CPU time of an idle engine over 5 s."""
     async with open_engine(model) as eng:
@@ -207,6 +242,9 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "abort_latency": (abort_latency, "100 ms at most"),
     "loop_lag": (loop_lag, "p99 under 3 ms"),
     "joining_gap": (joining_gap, "ratio 0.25 at most"),
+    "prefix_reuse": (prefix_reuse, "same 0.08, beside 0.15, RAM 0.15, disk 0.15 at most"),
+    "shared_prefill": (shared_prefill, "1,250 tokens at most"),
+    "cache_cost": (cache_cost, "0.98 at least"),
     "idle_cpu": (idle_cpu, "under 20 ms"),
     "reopen_growth": (reopen_growth, "under 20 MiB"),
     "memory_on_top": (memory_on_top, "under 150 MiB"),

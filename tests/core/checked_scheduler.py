@@ -6,16 +6,41 @@ the two after everything that happens.  Tests add only what is particular to the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
-from llamad_trio.core.plan import Prepared, StepPlan, StepResult, StepStatus, Work
+from llamad_trio.core.plan import (
+    Copy,
+    MemoryOp,
+    Prepared,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
+from llamad_trio.core.pool import Reuse
 from llamad_trio.core.sampling import SamplingParams
-from llamad_trio.core.scheduler import Event, Failed, Finished, Piece, Scheduler
-from tests.core.fake_memory import EndlessModel, FakeMemory, FakeModel, LoneRun, lone_run
+from llamad_trio.core.scheduler import (
+    MIN_SHARED_TOKENS,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    Scheduler,
+)
+from tests.core.fake_memory import (
+    Cell,
+    EndlessModel,
+    FakeMemory,
+    FakeModel,
+    LoneRun,
+    lone_run,
+    n_cells,
+)
+from tests.core.oracles import longest_prefix, n_common
 
 MOST_STEPS = 5_000
 """Steps after which a scheduler that has not come to rest never will."""
@@ -72,6 +97,14 @@ class Tracked:
         return self.generated > 0 and work.pos == len(self.history) - 1
 
 
+@attrs.frozen
+class _Holding:
+    """Who runs at a moment, oldest first, and all the cells they hold."""
+
+    running: list[int]
+    cells: set[Cell]
+
+
 class CheckedScheduler:
     """A `Scheduler`, a `FakeMemory`, and the checks between them."""
 
@@ -79,36 +112,42 @@ class CheckedScheduler:
         self,
         *,
         n_slots: int = 4,
+        n_seqs: int | None = None,
         n_ctx: int = 100,
         n_cells: int | None = None,
         n_batch: int = 64,
-        retain: bool = True,
-        can_rewind: bool = True,
+        reuse: Reuse = Reuse.PREFIX,
+        can_rewind: bool | None = None,
         step_target_s: float = 0.1,
         model: FakeModel | None = None,
     ) -> None:
         self.model = model or EndlessModel()
         self.n_slots = n_slots
+        self.n_seqs = n_slots + 8 if n_seqs is None else n_seqs
         self.n_ctx = n_ctx
-        self.retain = retain
+        self.reuse = reuse
         self.memory = FakeMemory(
             model=self.model,
-            n_slots=n_slots,
+            n_seqs=self.n_seqs,
             n_ctx=n_ctx,
             n_cells=n_ctx if n_cells is None else n_cells,
             n_batch=n_batch,
-            can_rewind=can_rewind,
+            can_rewind=reuse is not Reuse.WHOLE if can_rewind is None else can_rewind,
         )
         self.scheduler = Scheduler(
             n_slots=n_slots,
+            n_seqs=self.n_seqs,
             n_ctx=n_ctx,
             n_batch=n_batch,
             step_target_s=step_target_s,
-            retain=retain,
+            reuse=reuse,
         )
+        self.pool = self.scheduler._pool
         self.requests: dict[int, Tracked] = {}
         self.in_flight: StepPlan | None = None
         self.preempted: list[int] = []
+        self.has_lost = False  # then what was copied may not be copied again
+        self.has_holders = False
         self.totals = {"steps": 0, "aborted": 0, "prefill": 0, "decode": 0, "cached": 0}
 
     # -- the calls of `Scheduler` -------------------------------------------------------
@@ -121,6 +160,8 @@ class CheckedScheduler:
         stop: Sequence[str] = (),
         streams: bool = True,
         seed: int = 0,
+        session: str | None = None,
+        holder: str | None = None,
         request_id: int | None = None,
     ) -> int:
         """Take a request in; return its id: the one given, or the next number."""
@@ -131,7 +172,10 @@ class CheckedScheduler:
             sampling=sampling(seed),
             stop=tuple(stop),
             streams=streams,
+            session=session,
+            holder=holder,
         )
+        self.has_holders |= holder is not None
         arrival = len(self.requests)
         self.requests[prepared.id] = Tracked(prepared, arrival, self.model, list(tokens))
         self.scheduler.submit(prepared)
@@ -156,16 +200,35 @@ class CheckedScheduler:
         self.scheduler.resume(request_id)
         self.check()
 
+    def hold(self, holder: str, tokens: Sequence[int]) -> bool:
+        """Hold on to what is resident."""
+        resident = 0 if self.reuse is Reuse.NOTHING else self._resident(tokens)
+        assert self.scheduler.resident(tokens) == resident or self.has_lost
+        self.has_holders = True
+        held = self.scheduler.hold(holder, tokens)
+        # The only sequence there is for it may be the very one it was in.
+        assert not held or resident == len(tokens)
+        self.check()
+        return held
+
+    def let_go(self, holder: str) -> None:
+        """The holder is gone."""
+        self.scheduler.let_go(holder)
+        self.check()
+
     def plan(self) -> StepPlan | None:
         """Plan a step, and check that it is a fair one."""
-        before = self.running
+        before, begun = self._holding(), self._begun()
+        n_pending = len(self.pool._ops)
         plan = self.in_flight = self.scheduler.plan()
-        self._check_admission(before)
+        self._check_admission(before.running)
         self._check_preemption(before)
         if plan is None:
             assert not any(request.runnable for request in self.requests.values()), "a hang"
         else:
-            self._check_work(plan)
+            self._check_reuse(plan, self._begun() - begun, n_pending)
+            self._check_work(plan, begun)
+            self._check_followers(plan)
         self.check()
         return plan
 
@@ -174,14 +237,21 @@ class CheckedScheduler:
         status: StepStatus = StepStatus.DONE,
         *,
         failing: Collection[int] = (),
+        failing_copies: Collection[int] = (),
         elapsed_s: float = 0.01,
     ) -> list[Event]:
         """Run the step in flight, apply its result, and check what comes of it."""
+        before = self._holding()
         plan, self.in_flight = self.in_flight, None
         assert plan is not None
-        before = self.running
-        retained = self.scheduler.stats().kv_retained
-        result = self.memory.run(plan, status=status, failing=failing, elapsed_s=elapsed_s)
+        n_retained = len(self.pool._retained)
+        result = self.memory.run(
+            plan,
+            status=status,
+            failing=failing,
+            failing_copies=failing_copies,
+            elapsed_s=elapsed_s,
+        )
         self._count(plan, result)
         events = self.scheduler.apply(result)
         for request_id, sampled in result.sampled.items():
@@ -189,7 +259,7 @@ class CheckedScheduler:
         for event in events:
             self._record(event)
         failed = {event.id: event.error for event in events if isinstance(event, Failed)}
-        self._check_failures(plan, result, failed, before, retained)
+        self._check_failures(plan, result, failed, before.running, n_retained)
         if result.status is StepStatus.NO_ROOM:
             self._check_preemption(before)
         self.check()
@@ -238,13 +308,13 @@ class CheckedScheduler:
         if self.in_flight:
             self.finish()
         self.drain()
-        self.submit([1], max_tokens=1)  # takes the last trims and samplers along
+        self.submit([1], max_tokens=1)  # takes the last operations and samplers along
         self.drain()
         assert not any(request.live for request in self.requests.values()), "no outcome"
         stats = self.scheduler.stats()
         assert stats.slots_free == self.n_slots
         assert stats.kv_used == 0
-        assert self.retain or stats.kv_retained == 0
+        assert self.reuse is not Reuse.NOTHING or stats.kv_retained == 0
         assert list(self.memory.samplers) == self.scheduler._old_samplers, "a sampler leaked"
 
     # -- what tests ask -----------------------------------------------------------------
@@ -252,13 +322,20 @@ class CheckedScheduler:
     @property
     def running(self) -> list[int]:
         """Ids of the requests that hold a slot, oldest first."""
-        ids = [slot.run.id for slot in self.scheduler._slots if slot.run is not None]
+        ids = [run.id for run in self.scheduler._running]
         return sorted(ids, key=lambda id_: self.requests[id_].arrival)
 
     def seq(self, request_id: int) -> int:
-        """The sequence a running request is in."""
-        (seq,) = (s.seq for s in self.scheduler._slots if s.run and s.run.id == request_id)
+        """The sequence of a running request."""
+        (seq,) = (run.seq for run in self.scheduler._running if run.id == request_id)
         return seq
+
+    @property
+    def retained(self) -> list[list[int]]:
+        """What is retained, the least recently used first."""
+        books = self.pool._retained
+        contents = self.contents()
+        return [contents[seq] for seq in sorted(books, key=lambda seq: books[seq].last_used)]
 
     def finished(self, request_id: int) -> Finished:
         """The outcome of a request that is complete."""
@@ -272,29 +349,34 @@ class CheckedScheduler:
         assert isinstance(outcome, Failed)
         return outcome.error
 
+    def cells(self) -> Mapping[int, Sequence[Cell]]:
+        """The pool's sequences, once the operations that are on their way have been made."""
+        planned: tuple[MemoryOp, ...] = self.in_flight.memory if self.in_flight else ()
+        return self.memory.after([*planned, *self.pool._ops])
+
+    def _cells_of(self, seqs: Iterable[int]) -> set[Cell]:
+        cells = self.cells()
+        return {cell for seq in seqs for cell in cells[seq]}
+
+    def _holding(self) -> _Holding:
+        running = self.running
+        return _Holding(running, self._cells_of(self.seq(id_) for id_ in running))
+
+    def _begun(self) -> set[int]:
+        """Running requests that have taken over what there was."""
+        return {run.id for run in self.scheduler._running if run.begun}
+
     def contents(self) -> dict[int, list[int]]:
-        """The pool's sequences, once the trims that are on their way have been made."""
-        contents = {seq: list(tokens) for seq, tokens in self.memory.sequences.items()}
-        planned = self.in_flight.trims if self.in_flight else ()
-        for trim in (*planned, *self.scheduler._trims):
-            assert trim.keep <= len(contents[trim.seq])
-            del contents[trim.seq][trim.keep :]
-        return contents
+        """The tokens of `cells`."""
+        return {seq: [token for _, token in cells] for seq, cells in self.cells().items()}
 
     # -- the checks ---------------------------------------------------------------------
 
     def check(self) -> None:
         """The scheduler's books agree with the pool, and with what was seen from outside."""
-        contents = self.contents()
-        slots = self.scheduler._slots
-        assert {s.seq: list(s.tokens[: s.resident]) for s in slots} == contents
+        self._check_pool()
         running = self.running
-        held = {slot.seq for slot in slots if slot.run is not None}
         stats = self.scheduler.stats()
-        assert stats.kv_used == sum(len(contents[seq]) for seq in held)
-        assert stats.kv_retained == sum(len(contents[seq]) for seq in contents if seq not in held)
-        assert stats.kv_used + stats.kv_retained + stats.kv_free == self.n_ctx
-        assert stats.kv_free >= 0
         assert len(set(running)) == len(running)
         assert stats.slots_free == self.n_slots - len(running)
         assert stats.slots_prefill + stats.slots_decode + stats.slots_paused == len(running)
@@ -307,6 +389,35 @@ class CheckedScheduler:
         assert stats.cached_tokens == self.totals["cached"]
         self._check_holders(running)
         self._check_unwanted()
+
+    def _check_pool(self) -> None:
+        """Every sequence is held by one, and every cell is counted once."""
+        cells = self.cells()
+        tree, retained = self.pool._tree, list(self.pool._retained)
+        assert set(self.pool._held.values()) <= set(retained)
+        held = [self.seq(id_) for id_ in self.running]
+        assert sorted([*held, *retained, *self.pool._free]) == list(range(self.n_seqs))
+        for seq, expected in cells.items():
+            assert tree.tokens(seq) == [token for _, token in expected]
+        assert not any(cells[seq] for seq in self.pool._free)
+        assert all(cells[seq] for seq in retained)
+        stats = self.scheduler.stats()
+        assert stats.kv_used == n_cells(cells[seq] for seq in held)
+        assert stats.kv_retained == n_cells(cells.values()) - stats.kv_used
+        assert stats.kv_used + stats.kv_retained + stats.kv_free == self.n_ctx
+        assert stats.kv_free >= 0
+        match self.reuse:
+            case Reuse.NOTHING:
+                assert not retained
+            case _ if self.has_holders:
+                pass  # who may hold what others hold
+            case Reuse.WHOLE:
+                ends = [cells[seq][-1] for seq in retained]
+                assert len(set(ends)) == len(ends), "the same state twice"
+            case Reuse.PREFIX:
+                for seq in retained:
+                    others = [held for other, held in cells.items() if other != seq]
+                    assert not any(cells[seq][-1] in held for held in others), "kept in vain"
 
     def _check_holders(self, running: Iterable[int]) -> None:
         """Only the living hold slots, and cancelled ones until their step is over."""
@@ -327,7 +438,6 @@ class CheckedScheduler:
         """First come, first served."""
         after = self.running
         started = [id_ for id_ in after if id_ not in before]
-        contents = self.contents()
         for request_id in started:
             request = self.requests[request_id]
             assert request.runnable
@@ -337,16 +447,15 @@ class CheckedScheduler:
                 if other.arrival < request.arrival and other.runnable and id_ not in after
             ]
             assert not overtaken, f"{request_id} overtook {overtaken}"
-            if request.generated == 0:
-                request.cached_tokens = len(contents[self.seq(request_id)])
-                self.totals["cached"] += request.cached_tokens
 
-    def _check_preemption(self, before: Sequence[int]) -> None:
+    def _check_preemption(self, before: _Holding) -> None:
         """Retained prefixes go first, then those who pause, then the newest, never the oldest."""
         after = self.running
-        lost = [id_ for id_ in before if id_ not in after and self.requests[id_].live]
+        lost = [id_ for id_ in before.running if id_ not in after and self.requests[id_].live]
         self.preempted += lost
-        asked = [id_ for id_ in before if self.requests[id_].runnable]
+        asked = [id_ for id_ in before.running if self.requests[id_].runnable]
+        # A prefix shared with somebody who runs, or ran until now, would have freed nothing.
+        spared = self._cells_of(self.pool._retained) - before.cells - self._holding().cells
         for request_id in lost:
             if self.requests[request_id].paused:
                 continue
@@ -354,9 +463,58 @@ class CheckedScheduler:
             assert not any(self.requests[id_].paused for id_ in after), "paused ones go first"
             newest = self.requests[after[-1]]
             assert newest.arrival < self.requests[request_id].arrival, "the newest goes first"
-            assert self.scheduler.stats().kv_retained == 0, "retained prefixes go first"
+            assert not spared, "retained prefixes go first"
 
-    def _check_work(self, plan: StepPlan) -> None:
+    def _check_reuse(self, plan: StepPlan, begun: Iterable[int], n_pending: int) -> None:
+        """Who begins goes on from the longest prefix anybody holds, unless it is of no use.
+
+        The first `n_pending` operations were asked for earlier.
+        """
+        starting = {self.seq(id_): self.requests[id_] for id_ in begun}
+        cached = dict.fromkeys(starting, 0)
+        for i, operation in enumerate(plan.memory[n_pending:], n_pending):
+            if isinstance(operation, Copy):
+                request = starting[operation.dst]
+                cached[operation.dst] = operation.n
+                longest = self._longest(request, plan.memory[:i], operation.dst)
+                assert operation.n == longest or self.has_lost
+        for seq, request in starting.items():
+            if not cached[seq]:
+                assert not self._longest(request, plan.memory, seq) or self.has_lost
+            if request.generated == 0:
+                request.cached_tokens = cached[seq]
+                self.totals["cached"] += cached[seq]
+
+    def _longest(self, request: Tracked, operations: Iterable[MemoryOp], but: int) -> int:
+        """Tokens the request could go on from, after `operations`; its last is never one."""
+        if self.reuse is Reuse.NOTHING:
+            return 0
+        cells = self.memory.after(operations)
+        held = [[token for _, token in cells[seq]] for seq in cells if seq != but]
+        return longest_prefix(held, request.history[:-1], whole=self.reuse is Reuse.WHOLE)
+
+    def _resident(self, tokens: Sequence[int]) -> int:
+        whole = self.reuse is Reuse.WHOLE
+        return longest_prefix(self.contents().values(), tokens, whole=whole)
+
+    def _check_followers(self, plan: StepPlan) -> None:
+        """Who lets newer prompts go first is waiting for an older one to compute its prefix."""
+        running = [self.requests[id_] for id_ in self.running]
+        served = {work.request_id for work in plan.work}
+        prompts = [r for r in running if r.prepared.id in served and r.generated == 0]
+        for run in self.scheduler._running:
+            request = self.requests[run.id]
+            if run.begun or request.paused or not prompts or prompts[-1].arrival < request.arrival:
+                continue
+            assert self.reuse is Reuse.PREFIX
+            held = len(self.contents()[run.seq])
+            assert any(
+                n_common(request.history[:-1], leader.history) >= held + MIN_SHARED_TOKENS
+                for leader in running
+                if leader.arrival < request.arrival and leader.runnable
+            ), "it waits for nobody"
+
+    def _check_work(self, plan: StepPlan, begun: Collection[int]) -> None:
         ids = [work.request_id for work in plan.work]
         assert len(set(ids)) == len(ids)
         for work in plan.work:
@@ -365,8 +523,13 @@ class CheckedScheduler:
             assert work.seq == self.seq(work.request_id)
             end = work.pos + len(work.tokens)
             assert list(work.tokens) == request.history[work.pos : end]
-            assert work.sample == (end == len(request.history))
-        rows = [self.requests[work.request_id].is_decode_row(work) for work in plan.work]
+            generates = request.prepared.max_tokens > 0
+            assert work.sample == (generates and end == len(request.history))
+        # Who has just come back may have found all but the last token; it is no row until then.
+        rows = [
+            work.request_id in begun and self.requests[work.request_id].is_decode_row(work)
+            for work in plan.work
+        ]
         assert rows == sorted(rows, reverse=True), "decode rows come first"
         oldest = next(id_ for id_ in self.running if self.requests[id_].runnable)
         assert oldest in ids, "the oldest does not progress"
@@ -381,6 +544,14 @@ class CheckedScheduler:
             for work in plan.work:
                 decodes = self.requests[work.request_id].is_decode_row(work)
                 self.totals["decode" if decodes else "prefill"] += len(work.tokens)
+        lost = set(result.cleared)
+        if result.status is StepStatus.FAILED:
+            lost |= {work.seq for work in plan.work}
+        self.has_lost |= bool(lost)
+        for request_id in self.running:
+            if self.seq(request_id) in lost:  # what it had reused is computed again
+                self.totals["cached"] -= self.requests[request_id].cached_tokens
+                self.requests[request_id].cached_tokens = 0
 
     def _record(self, event: Event) -> None:
         request = self.requests[event.id]
@@ -413,7 +584,7 @@ class CheckedScheduler:
         result: StepResult,
         failed: dict[int, LlamadError],
         before: Sequence[int],
-        retained: int,
+        n_retained: int,
     ) -> None:
         """Who fails, and why, follows from the result alone."""
         wanted = {w.request_id for w in plan.work if not self.requests[w.request_id].cancelled}
@@ -423,7 +594,7 @@ class CheckedScheduler:
                 assert {str(error) for error in failed.values()} <= {f"inference: {result.reason}"}
             case StepStatus.NO_ROOM if failed:
                 assert list(failed) == before, "whoever is not alone can be preempted"
-                assert retained == 0
+                assert n_retained == 0
                 assert all(isinstance(error, ContextOverflow) for error in failed.values())
             case _:
                 assert failed.keys() == result.failures.keys() & wanted

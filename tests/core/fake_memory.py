@@ -6,12 +6,16 @@ It executes step plans exactly, and refuses every plan that the real thing would
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Protocol
 
 import attrs
 
 from llamad_trio.core.plan import (
+    Copy,
+    Drop,
+    MemoryOp,
     Prepared,
     Sampled,
     StepPlan,
@@ -99,6 +103,8 @@ class LoneRun:
 
 def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
     """Generate without slots, batches, caches and streams."""
+    if prepared.max_tokens == 0:
+        return LoneRun("", 0, "length", None)
     history, raw = list(prepared.tokens), b""
     for n_drawn in range(prepared.max_tokens):
         sampled = model.next(history, seed=prepared.sampling.seed, n_drawn=n_drawn)
@@ -119,33 +125,44 @@ class _Sampler:
     n_drawn: int = 0
 
 
+Cell = tuple[int, int]
+"""A cell of the pool: its number, unlike that of any other ever used, and its token."""
+
+
+def n_cells(held: Iterable[Iterable[Cell]]) -> int:
+    """Cells that sequences hold together, a shared one counted once."""
+    return len({cell for cells in held for cell in cells})
+
+
 @attrs.define(kw_only=True)
 class FakeMemory:
     """The KV pool of one context, and the samplers beside it.
 
     Args:
+        n_seqs: sequences there are.
         n_ctx: what the scheduler was told.
         n_cells: what is really there.
-        can_rewind: whether a sequence can lose its tail; if not, only all of it.
+        can_rewind: whether a sequence can be cut; if not, it is kept and shared whole.
     """
 
     model: FakeModel
-    n_slots: int
+    n_seqs: int
     n_ctx: int
     n_cells: int
     n_batch: int
     can_rewind: bool
-    sequences: dict[int, list[int]] = attrs.field(factory=dict)
+    sequences: dict[int, list[Cell]] = attrs.field(factory=dict)
     samplers: dict[int, _Sampler] = attrs.field(factory=dict)
     closed_samplers: set[int] = attrs.field(factory=set)
+    numbers: count[int] = attrs.field(factory=count)
 
     def __attrs_post_init__(self) -> None:
-        self.sequences = {seq: [] for seq in range(self.n_slots)}
+        self.sequences = {seq: [] for seq in range(self.n_seqs)}
 
     @property
     def used(self) -> int:
         """Cells in use."""
-        return sum(map(len, self.sequences.values()))
+        return n_cells(self.sequences.values())
 
     def run(
         self,
@@ -153,15 +170,18 @@ class FakeMemory:
         *,
         status: StepStatus = StepStatus.DONE,
         failing: Collection[int] = (),
+        failing_copies: Collection[int] = (),
         elapsed_s: float = 0.01,
     ) -> StepResult:
         """Execute `plan`, which ends with `status`, or with `NO_ROOM` when cells are short.
 
-        The requests in `failing` get no token.
+        The requests in `failing` get no token; nothing can be copied to the sequences in
+        `failing_copies`.
         """
         self._switch_samplers(plan)
-        for trim in plan.trims:
-            self.trim(trim.seq, trim.keep)
+        self.sequences, lost = self._arranged(plan.memory, failing_copies)
+        if lost:
+            return StepResult(status=StepStatus.ABORTED, cleared=lost)
         self._check(plan)
         if self.used + plan.n_tokens > self.n_cells:
             status = StepStatus.NO_ROOM
@@ -170,17 +190,37 @@ class FakeMemory:
                 return self._compute(plan, failing, elapsed_s)
             case StepStatus.FAILED:
                 for work in plan.work:
-                    self.sequences[work.seq].clear()
+                    self.sequences[work.seq] = []
                 return StepResult(status=status, reason="the backend failed")
             case _:
                 return StepResult(status=status, cleared=self._roll_back(plan))
 
-    def trim(self, seq: int, keep: int) -> None:
-        """Drop all but the first `keep` tokens."""
-        tokens = self.sequences[seq]
-        assert 0 <= keep <= len(tokens), f"trim to {keep} of {len(tokens)} tokens"
-        assert keep == 0 or self.can_rewind, "this memory cannot rewind"
-        del tokens[keep:]
+    def after(self, operations: Iterable[MemoryOp]) -> Mapping[int, Sequence[Cell]]:
+        """What the sequences hold once `operations` have been made."""
+        return self._arranged(operations, ())[0]
+
+    def _arranged(
+        self, operations: Iterable[MemoryOp], failing_copies: Collection[int]
+    ) -> tuple[dict[int, list[Cell]], frozenset[int]]:
+        """The sequences after `operations`, and which of them could not be copied to."""
+        sequences = {seq: list(cells) for seq, cells in self.sequences.items()}
+        lost: set[int] = set()
+        for operation in operations:
+            match operation:
+                case Drop(seq=seq):
+                    sequences[seq] = []
+                    lost.discard(seq)
+                case Copy(src=src, dst=dst, n=n):
+                    assert not sequences[dst], "copied onto something"
+                    if src in lost or dst in failing_copies:
+                        lost.add(dst)
+                        continue
+                    assert 0 < n <= len(sequences[src]), "more than there is"
+                    assert self.can_rewind or n == len(sequences[src]), "cut"
+                    sequences[dst] = sequences[src][:n]
+                case _:
+                    raise AssertionError("there is no shelf")
+        return sequences, frozenset(lost)
 
     def _switch_samplers(self, plan: StepPlan) -> None:
         for request_id in plan.old_samplers:
@@ -204,7 +244,7 @@ class FakeMemory:
         sampled: dict[int, Sampled] = {}
         failures: dict[int, str] = {}
         for work in plan.work:
-            self.sequences[work.seq] += work.tokens
+            self.sequences[work.seq] += zip(self.numbers, work.tokens, strict=False)
             if work.sample and work.request_id in failing:
                 failures[work.request_id] = "not a number"
             elif work.sample:
@@ -215,7 +255,7 @@ class FakeMemory:
 
     def _sample(self, work: Work) -> Sampled:
         sampler = self.samplers[work.request_id]
-        history = self.sequences[work.seq]
+        history = [token for _, token in self.sequences[work.seq]]
         sampled = self.model.next(history, seed=sampler.seed, n_drawn=sampler.n_drawn)
         sampler.n_drawn += 1
         return sampled
@@ -226,5 +266,5 @@ class FakeMemory:
             return frozenset()
         lost = frozenset(work.seq for work in plan.work if work.pos > 0)
         for seq in lost:
-            self.sequences[seq].clear()
+            self.sequences[seq] = []
         return lost

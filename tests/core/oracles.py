@@ -1,9 +1,9 @@
-"""What the text ought to be, computed the slow and obvious way."""
+"""What the text and the reuse ought to be, computed the slow and obvious way."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 
 def decoded(raw: bytes, *, final: bool) -> str:
@@ -32,3 +32,19 @@ def undecided(text: str, stops: Collection[str]) -> int:
         ),
         default=0,
     )
+
+
+def n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences begin with in common."""
+    n = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        n += 1
+    return n
+
+
+def longest_prefix(held: Iterable[Sequence[int]], tokens: Sequence[int], *, whole: bool) -> int:
+    """How much of `tokens` somebody holds; with `whole`, and nothing else."""
+    lengths = [(n_common(sequence, tokens), len(sequence)) for sequence in held]
+    return max((n for n, length in lengths if n == length or not whole), default=0)

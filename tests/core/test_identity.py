@@ -1,51 +1,60 @@
-"""The digest that decides whether a KV cache may be used again."""
+"""The identity that decides whether a KV cache may be used again."""
 
 from __future__ import annotations
 
-from random import Random
+import subprocess
+import sys
+from itertools import combinations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import attrs
 
-from llamad_trio.core.identity import identity_digest
+from llamad_trio.core.identity import Manifest
 
-FACTS = st.dictionaries(
-    st.text(max_size=4),
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    max_size=5,
+BASE = Manifest(
+    model_sha256="a" * 64,
+    llama_build="1",
+    template_sha256="",
+    context=(("type_k", "f16"),),
+    adapters=(),
+    adds_bos=True,
 )
 
 
-@given(FACTS, st.randoms(use_true_random=False))
-def test_the_order_of_the_facts_does_not_matter(
-    facts: dict[str, str | int | float | None], random: Random
-) -> None:
-    items = list(facts.items())
-    random.shuffle(items)
-    assert identity_digest(dict(items)) == identity_digest(facts)
-
-
-def test_every_fact_and_every_name_counts() -> None:
-    facts: list[dict[str, str | int | float | None]] = [
-        {},
-        {"model": "a"},
-        {"model": "b"},
-        {"template": "a"},
-        {"model": "a", "template": "a"},
-        {"model": None},
-        {"model": "None"},
-        {"model": ""},
-        {"model": 1},
-        {"model": 1.0},
-        {"model": True},
-        {"model": "1"},
-        {"model": 'a","template":"a'},
+def test_every_field_counts() -> None:
+    others = [
+        attrs.evolve(BASE, model_sha256="b" * 64),
+        attrs.evolve(BASE, llama_build="2"),
+        attrs.evolve(BASE, template_sha256="c" * 64),
+        attrs.evolve(BASE, context=(("type_k", "q8_0"),)),
+        attrs.evolve(BASE, context=(("type_v", "f16"),)),
+        attrs.evolve(BASE, adapters=("d",)),
+        attrs.evolve(BASE, adapters=("d", "e")),
+        attrs.evolve(BASE, adapters=("e", "d")),
+        attrs.evolve(BASE, adds_bos=False),
     ]
-    assert len({identity_digest(parts) for parts in facts}) == len(facts)
+    changed = {
+        field.name
+        for other in others
+        for field in attrs.fields(Manifest)
+        if getattr(other, field.name) != getattr(BASE, field.name)
+    }
+    assert changed == {field.name for field in attrs.fields(Manifest)}
+    for one, other in combinations([BASE, *others], 2):
+        assert one.digest != other.digest
 
 
-def test_it_is_the_same_in_every_process() -> None:
-    # Written down, because it may lie on a disk: a change here makes every saved cache useless.
-    assert identity_digest({"model": "é", "n": 1, "x": None}) == (
-        "15f0c1b63ff6313f169270b671ad646f7badca537fb3973bd421d746e963572c"
+def test_the_digest_is_the_same_in_every_process() -> None:
+    code = (
+        "from llamad_trio.core.identity import Manifest\n"
+        "print(Manifest(model_sha256='a' * 64, llama_build='1', template_sha256='',"
+        "context=(('type_k', 'f16'),), adds_bos=True).digest)"
     )
+    for seed in ("0", "1"):
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert result.stdout.strip() == BASE.digest

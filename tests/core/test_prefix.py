@@ -85,6 +85,16 @@ class PrefixMachine(RuleBasedStateMachine):
             others = {c for s, h in self.held.items() if s != seq for c, _ in h}
             assert self.tree.exclusive(seq) == len({c for c, _ in held} - others)
 
+    @invariant()
+    def who_is_inside_another_shares_its_last_cell(self) -> None:
+        for seq, held in self.held.items():
+            if not held:
+                continue
+            others = [h for s, h in self.held.items() if s != seq]
+            assert self.tree.is_inside_another(seq) == any(held[-1] in h for h in others)
+            assert self.tree.has_twin(seq) == (held in others)
+            assert self.tree.holders(seq) == {s for s, h in self.held.items() if held[-1] in h}
+
 
 TestPrefixTree = PrefixMachine.TestCase
 TestPrefixTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

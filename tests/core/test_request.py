@@ -33,6 +33,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "stop": (),
         "grammar": None,
         "grammar_root": "root",
+        "session": None,
         "raw": False,
     }
 

@@ -6,10 +6,13 @@ promises at once.
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceError
-from llamad_trio.core.plan import StepStatus
+from llamad_trio.core.plan import Copy, StepPlan, StepStatus
+from llamad_trio.core.pool import Reuse
 from llamad_trio.core.scheduler import Failed, Finished, Piece
 from tests.core.checked_scheduler import CheckedScheduler
 from tests.core.fake_memory import HashModel, ScriptModel
@@ -103,7 +106,7 @@ def test_requests_must_be_new_and_fit_an_empty_pool() -> None:
     with pytest.raises(AssertionError):
         books.submit([], max_tokens=1)
     with pytest.raises(AssertionError):
-        books.submit(A, max_tokens=0)
+        books.submit(A, max_tokens=-1)
     books = CheckedScheduler()
     books.submit(A, request_id=1)
     with pytest.raises(AssertionError):
@@ -163,27 +166,26 @@ def test_a_paused_one_is_not_preempted_in_vain() -> None:
 
 
 def test_retained_prefixes_go_before_anyone_is_preempted_the_least_recently_used_first() -> None:
-    books = CheckedScheduler(n_ctx=100, n_slots=4)
-    books.submit(A, max_tokens=1)
+    books = CheckedScheduler(n_ctx=100)
+    longer = [*A, 5]
+    books.submit(longer, max_tokens=1)
     books.submit(B, max_tokens=1)
     books.drain()
-    books.submit(A, max_tokens=1)  # used again: now B is the older one
+    books.submit(A, max_tokens=1)  # makes use of the first: now B is the older one
     books.drain()
-    books.submit(C, max_tokens=50)
-    books.submit(D, max_tokens=50)
-
-    def retained() -> list[list[int]]:
-        return [tokens for tokens in books.contents().values() if tokens[:1] in ([1], [2])]
-
+    first, second = books.submit(C, max_tokens=50), books.submit(D, max_tokens=50)
     books.steps(10)
-    assert sorted(retained()) == [A, B]
-    books.steps(5)
-    assert retained() == [A]
-    books.steps(15)
-    assert retained() == []
+    assert books.retained == [B, longer, A]
+    books.steps(1)
+    assert books.retained == [longer, A]
+    books.steps(10)
+    assert books.retained == [A], "of which all but one cell was free"
+    books.steps(1)
+    assert books.retained == []
     assert books.preempted == []
     books.steps(10)
-    assert books.preempted == [3 + 1]
+    assert books.preempted == [second]
+    assert books.running == [first]
 
 
 def test_the_oldest_gets_its_cells_although_newer_ones_decode() -> None:
@@ -220,7 +222,7 @@ def test_no_token_is_sampled_twice_for_a_preempted_request() -> None:
 
 
 def test_the_books_count_a_shared_step_right_when_a_decoding_request_is_preempted_in_it() -> None:
-    books = CheckedScheduler(n_ctx=358, n_slots=2, n_batch=9, retain=False)
+    books = CheckedScheduler(n_ctx=358, n_slots=2, n_batch=9, reuse=Reuse.NOTHING)
     oldest = books.submit([1] * 300, max_tokens=40)
     books.pause(oldest)
     newer = books.submit(B, max_tokens=100)
@@ -239,9 +241,19 @@ def test_the_books_count_a_shared_step_right_when_a_decoding_request_is_preempte
 # -- prefixes -----------------------------------------------------------------------------
 
 
-def test_a_shared_prefix_is_reused_in_the_slot_that_holds_it() -> None:
+def spent(books: CheckedScheduler) -> int:
+    """Prompt tokens computed so far."""
+    return books.scheduler.stats().prefill_tokens
+
+
+def copies(plan: StepPlan | None) -> list[Copy]:
+    """The copies a plan asks for."""
+    assert plan is not None
+    return [operation for operation in plan.memory if isinstance(operation, Copy)]
+
+
+def test_a_retained_prefix_is_shared_with_whatever_sequence_the_next_request_gets() -> None:
     books = CheckedScheduler()
-    books.submit(B, max_tokens=1)
     first = books.submit(A, max_tokens=5)
     books.plan()
     seq = books.seq(first)
@@ -251,11 +263,56 @@ def test_a_shared_prefix_is_reused_in_the_slot_that_holds_it() -> None:
     second = books.submit(conversation, max_tokens=5)
     plan = books.plan()
     assert plan is not None
+    assert copies(plan) == [Copy(seq, books.seq(second), 24)], "the last was never computed"
     (work,) = plan.work
-    assert (work.seq, work.pos) == (seq, 24), "the last of the 25 tokens was never computed"
-    assert list(work.tokens) == conversation[24:]
+    assert (work.pos, list(work.tokens)) == (24, conversation[24:])
+    assert books.seq(second) != seq
     books.run_to_end()
     assert books.finished(second).cached_tokens == 24
+
+
+def test_a_prefix_is_taken_from_a_running_request_too() -> None:
+    books = CheckedScheduler(n_ctx=200)
+    running = books.submit(A, max_tokens=60)
+    books.steps(10)
+    branch = books.submit([*books.requests[running].history[:25], 9], max_tokens=5)
+    assert copies(books.plan()) == [Copy(books.seq(running), books.seq(branch), 25)]
+    assert books.running == [running, branch]
+    books.run_to_end()
+    assert books.finished(branch).cached_tokens == 25
+
+
+def test_the_longest_of_several_prefixes_is_taken() -> None:
+    books = CheckedScheduler(n_ctx=400)
+    for n in (5, 20, 12):
+        books.submit([*A[:5], *B[:n], 9], max_tokens=1)
+        books.drain()
+    request = books.submit([*A[:5], *B, 8], max_tokens=1)
+    books.drain()
+    assert books.finished(request).cached_tokens == 25
+
+
+def test_a_continuation_takes_its_predecessor_over_without_a_duplicate() -> None:
+    books = CheckedScheduler(n_ctx=400)
+    tokens = list(A)
+    for _ in range(5):
+        request = books.submit(tokens, max_tokens=10)
+        books.drain()
+        tokens = [*books.requests[request].history, 7, 8]
+        assert books.retained == [tokens[:-3]]
+    assert books.finished(request).cached_tokens == 20 + 4 * 12 - 3
+
+
+def test_a_branch_leaves_the_tail_of_the_other_branch_retained() -> None:
+    books = CheckedScheduler(n_slots=1)
+    books.submit([*A, 2, 2, 2], max_tokens=1)
+    books.submit([*A, 3, 3, 3], max_tokens=1)
+    books.drain()
+    assert books.retained == [[*A, 2, 2, 2], [*A, 3, 3, 3]]
+    assert books.scheduler.stats().kv_retained == 20 + 3 + 3
+    back = books.submit([*A, 2, 2, 2, 4], max_tokens=1)
+    books.drain()
+    assert books.finished(back).cached_tokens == 23
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
@@ -271,33 +328,75 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert books.finished(again).cached_tokens == 19
 
 
-def test_what_follows_the_shared_prefix_is_trimmed() -> None:
-    books = CheckedScheduler(n_slots=1)
-    books.submit([*A, 2, 2, 2], max_tokens=5)
-    books.drain()
-    books.submit([*A, 3, 3, 3], max_tokens=5)
-    plan = books.plan()
-    assert plan is not None
-    assert [(trim.seq, trim.keep) for trim in plan.trims] == [(0, 20)]
-
-
 def test_a_long_retained_prefix_is_not_spoiled_for_a_few_shared_tokens() -> None:
     books = CheckedScheduler(n_slots=2)
     books.submit([5, *A, *B], max_tokens=1)
     books.drain()
     books.submit([5, *C], max_tokens=1)
     books.drain()
-    assert [5, *A, *B] in books.contents().values()
+    assert books.retained == [[5, *A, *B], [5, *C]]
 
 
-def test_without_retention_nothing_stays_in_the_pool() -> None:
-    books = CheckedScheduler(retain=False)
+def test_what_a_cancelled_request_computed_is_retained() -> None:
+    books = CheckedScheduler(n_batch=12)
     books.submit(A)
-    books.drain()
-    assert books.scheduler.stats().kv_retained == 0
+    books.step()
+    books.cancel(0)
+    assert books.retained == [A[:12]]
     again = books.submit(A)
     books.run_to_end()
+    assert books.finished(again).cached_tokens == 12
+
+
+def test_what_was_reused_is_no_longer_so_when_the_copy_fails() -> None:
+    books = CheckedScheduler()
+    books.submit(A, max_tokens=5)
+    books.drain()
+    again = books.submit([*A, 7], max_tokens=5)
+    (copy,) = copies(books.plan())
+    books.finish(failing_copies={copy.dst})
+    plan = books.plan()
+    assert plan is not None
+    assert [(w.pos, len(w.tokens)) for w in plan.work] == [(0, 21)]
+    books.run_to_end()
     assert books.finished(again).cached_tokens == 0
+
+
+def test_a_session_keeps_its_prefix_in_preference_to_others() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    books.submit(A, max_tokens=1, session="s")
+    books.submit(B, max_tokens=1)
+    books.submit(C, max_tokens=1)
+    books.drain()
+    books.submit([4] * 60, max_tokens=30)
+    books.step()
+    assert books.retained == [A, C], "the oldest is of a session"
+    books.step()
+    assert books.retained == [A]
+    books.steps(18)
+    assert books.retained == [A]
+    books.run_to_end()
+
+
+def test_even_a_session_gives_way_to_what_a_running_request_needs() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    books.submit(A, max_tokens=1, session="s")
+    books.drain()
+    books.submit([4] * 60, max_tokens=40)
+    books.drain()
+    assert A not in books.retained
+    assert books.preempted == []
+
+
+def test_without_reuse_nothing_stays_in_the_pool_and_nothing_is_copied() -> None:
+    books = CheckedScheduler(reuse=Reuse.NOTHING, n_seqs=4)
+    running = books.submit(A, max_tokens=30)
+    books.step()
+    again = books.submit(A)
+    assert copies(books.plan()) == []
+    books.run_to_end()
+    assert books.finished(running).cached_tokens == books.finished(again).cached_tokens == 0
+    assert books.retained == []
 
 
 def test_the_cache_of_a_request_that_computed_nonsense_is_not_reused() -> None:
@@ -308,6 +407,322 @@ def test_the_cache_of_a_request_that_computed_nonsense_is_not_reused() -> None:
     again = books.submit(A)
     books.run_to_end()
     assert books.finished(again).cached_tokens == 0
+
+
+# -- prompts with a common beginning --------------------------------------------------------
+
+SHARED = [1 + i * i % 11 for i in range(1000)]
+"""What eight requests have in common, beside 20 tokens of their own."""
+
+
+def own(i: int) -> list[int]:
+    return [1 + (i + j * j) % 12 for j in range(20)]
+
+
+def eight(*, n_batch: int = 512, max_tokens: int = 5) -> CheckedScheduler:
+    """Eight requests that have just arrived together."""
+    books = CheckedScheduler(n_slots=8, n_ctx=4000, n_batch=n_batch)
+    for i in range(8):
+        books.submit([*SHARED, *own(i)], max_tokens=max_tokens)
+    return books
+
+
+@pytest.mark.parametrize("n_batch", [64, 250, 512, 2048])
+def test_a_prefix_of_requests_that_arrive_together_is_computed_once(n_batch: int) -> None:
+    books = eight(n_batch=n_batch)
+    books.run_to_end()
+    assert spent(books) <= 1250
+    assert books.scheduler.stats().cached_tokens >= 7 * 980
+
+
+def test_followers_wait_in_their_slots_while_others_run() -> None:
+    books = CheckedScheduler(n_slots=4, n_ctx=4000, n_batch=100)
+    leader, follower = books.submit([*SHARED, 1]), books.submit([*SHARED, 2])
+    stranger = books.submit(D)
+    plan = books.plan()
+    assert plan is not None
+    assert [w.request_id for w in plan.work] == [leader]
+    assert books.running == [leader, follower, stranger]
+    books.finish()
+    books.steps(9)
+    plan = books.plan()
+    assert plan is not None
+    assert {w.request_id for w in plan.work} == {leader, follower, stranger}
+    books.run_to_end()
+
+
+def test_nobody_waits_for_a_few_tokens() -> None:
+    books = CheckedScheduler(n_ctx=400)
+    books.submit([*SHARED[:15], *A])
+    books.submit([*SHARED[:15], *B])
+    plan = books.plan()
+    assert plan is not None
+    assert [len(w.tokens) for w in plan.work] == [35, 29]
+
+
+def test_followers_go_on_when_the_leader_is_cancelled() -> None:
+    books = eight()
+    books.step()
+    books.cancel(0)
+    plan = books.plan()
+    assert [(c.n, c.dst) for c in copies(plan)] == [(512, books.seq(1))]
+    books.run_to_end()
+    assert spent(books) <= 1250
+
+
+def test_followers_go_on_when_the_leader_fails() -> None:
+    books = eight()
+    books.plan()
+    books.finish(StepStatus.FAILED)
+    plan = books.plan()
+    assert plan is not None
+    assert [(w.request_id, w.pos) for w in plan.work] == [(1, 0)]
+    books.run_to_end()
+    assert spent(books) <= 1250
+    assert [type(books.requests[i].outcome) for i in range(8)] == [Failed] + [Finished] * 7
+
+
+def test_followers_go_on_from_what_a_paused_leader_has_computed() -> None:
+    books = eight()
+    books.step()
+    books.pause(0)
+    assert [(c.n, c.dst) for c in copies(books.plan())] == [(512, books.seq(1))]
+    books.finish()
+    books.drain()
+    assert all(books.finished(i) for i in range(1, 8))
+    books.run_to_end()
+
+
+def test_followers_go_on_when_the_leader_is_preempted() -> None:
+    books = CheckedScheduler(n_ctx=150, n_batch=32, n_slots=3)
+    oldest = books.submit(D, max_tokens=100)
+    books.step()
+    prompt = SHARED[:80]
+    leader, follower = books.submit([*prompt, 5]), books.submit([*prompt, 6])
+    books.step()
+    assert books.running == [oldest, leader, follower]
+    books.pause(leader)
+    books.plan()
+    books.finish(StepStatus.NO_ROOM)
+    assert books.preempted == [leader]
+    books.drain()
+    assert books.finished(follower).generated_tokens == 10
+    books.run_to_end()
+    assert books.finished(leader).generated_tokens == 10
+
+
+def test_followers_go_on_when_the_copy_fails() -> None:
+    books = eight()
+    while not (planned := copies(books.plan())):
+        books.finish()
+    books.finish(failing_copies={copy.dst for copy in planned})
+    books.run_to_end()
+    assert [books.finished(i).cached_tokens for i in range(8)] == [0] * 8
+
+
+def test_nobody_waits_for_what_is_computed_but_cannot_be_copied() -> None:
+    books = CheckedScheduler(n_ctx=400)
+    leader, follower = books.submit([*A, 5], max_tokens=60), books.submit([*A, 6])
+    books.step()
+    (copy,) = copies(books.plan())
+    books.finish(failing_copies={copy.dst})
+    third = books.submit([*A, 7])
+    plan = books.plan()
+    assert plan is not None
+    assert [w.request_id for w in plan.work] == [leader, follower]
+    books.finish()
+    books.steps(15)
+    assert books.finished(third).generated_tokens == 10
+    assert leader in books.running
+    books.run_to_end()
+
+
+def test_a_paused_request_that_several_count_on_makes_way_without_harm() -> None:
+    books = CheckedScheduler(n_ctx=66, n_slots=3, n_batch=16, reuse=Reuse.WHOLE)
+    oldest = books.submit(D, max_tokens=4)
+    books.pause(oldest)
+    paused = books.submit(A[:10], max_tokens=30)
+    books.steps(3)
+    books.pause(paused)
+    books.resume(oldest)
+    tokens = [*books.requests[paused].history[:-1], 9, 9, 9, 9, 9]
+    for _ in range(3):
+        books.submit(tokens, max_tokens=15)
+    books.run_to_end()
+    assert all(books.finished(i).generated_tokens for i in range(5))
+
+
+def test_a_newer_request_is_never_waited_for() -> None:
+    books = CheckedScheduler(n_ctx=3000, n_batch=64)
+    older = books.submit([*SHARED, 1])
+    books.pause(older)
+    newer = books.submit([*SHARED, 2])
+    books.steps(3)
+    books.resume(older)
+    plan = books.plan()
+    assert plan is not None
+    assert [c.n for c in copies(plan)] == [192]
+    assert [(w.request_id, len(w.tokens)) for w in plan.work] == [(older, 64)]
+    assert books.running == [older, newer]
+    books.run_to_end()
+
+
+def test_a_shared_prefix_counts_once_at_admission() -> None:
+    books = CheckedScheduler(n_ctx=150, n_batch=64)
+    for i in range(4):
+        books.submit([*SHARED[:80], *own(i)[:10]], max_tokens=7)
+    books.plan()
+    assert books.running == [0, 1, 2, 3]
+    books.finish()
+    books.drain()
+    assert books.preempted == []
+    assert spent(books) == 80 + 4 * 10
+
+
+def test_a_resident_prefix_counts_once_at_admission() -> None:
+    books = CheckedScheduler(n_ctx=150, n_batch=128)
+    books.submit([*SHARED[:80], *own(0)[:10]], max_tokens=20)
+    books.step()
+    for i in (1, 2, 3):
+        books.submit([*SHARED[:80], *own(i)[:10]], max_tokens=1)
+    books.step()
+    assert spent(books) == 80 + 4 * 10
+    books.run_to_end()
+    assert books.preempted == []
+
+
+def test_where_nothing_is_shared_every_prompt_counts_whole_at_admission() -> None:
+    books = CheckedScheduler(n_ctx=150, n_batch=64, reuse=Reuse.NOTHING)
+    for i in range(4):
+        books.submit([*SHARED[:80], *own(i)[:10]], max_tokens=7)
+    books.plan()
+    assert books.running == [0]
+
+
+# -- sequences ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", [Reuse.WHOLE, Reuse.PREFIX])
+@pytest.mark.parametrize("spare", [1, 3, 16])
+def test_many_rounds_of_conversations_stay_within_the_sequences_there_are(
+    reuse: Reuse, spare: int
+) -> None:
+    random = Random(spare)
+    books = CheckedScheduler(n_slots=3, n_seqs=3 + spare, n_ctx=300, reuse=reuse)
+    conversations = [[*SHARED[:30], i] for i in range(1, 7)]
+    for _ in range(60):
+        turns = {}
+        for i in random.sample(range(6), random.randint(1, 4)):
+            if len(conversations[i]) > 200:
+                conversations[i] = conversations[i][: random.randint(31, 100)]
+            request = books.submit(conversations[i], max_tokens=random.randint(1, 12))
+            turns[i] = request
+            if random.random() < 0.2:
+                books.step()
+                books.cancel(request)
+        books.drain()
+        for i, request in turns.items():
+            conversations[i] = [*books.requests[request].history, *own(i)[: 1 + i]]
+    books.run_to_end()
+    pool = books.pool
+    assert len(pool._free) + len(books.retained) == books.n_seqs
+    assert books.scheduler.stats().cached_tokens > spent(books) / 5
+
+
+def test_without_a_free_sequence_the_least_wanted_prefix_goes() -> None:
+    books = CheckedScheduler(n_slots=1, n_seqs=2, n_ctx=200)
+    for prompt in (A, B, C):
+        books.submit(prompt, max_tokens=1)
+        books.drain()
+    assert books.retained == [B, C]
+
+
+# -- models that cannot go back -------------------------------------------------------------
+
+
+def whole(n_seqs: int | None = None) -> CheckedScheduler:
+    return CheckedScheduler(n_ctx=300, n_seqs=n_seqs, reuse=Reuse.WHOLE)
+
+
+def test_an_exact_continuation_goes_on_from_where_a_request_ended() -> None:
+    books = whole()
+    first = books.submit(A, max_tokens=5)
+    books.drain()
+    second = books.submit([*books.requests[first].history, 7, 8])
+    books.run_to_end()
+    assert books.finished(second).cached_tokens == 24
+
+
+def test_another_answer_to_the_same_conversation_goes_on_from_the_prompts_end() -> None:
+    books = whole()
+    books.submit(A, max_tokens=5)
+    books.drain()
+    assert sorted(map(len, books.retained)) == [20, 24]
+    other = books.submit([*A, 9, 9, 9])
+    third = books.submit([*A, 8])
+    books.run_to_end()
+    assert books.finished(other).cached_tokens == 20
+    assert books.finished(third).cached_tokens == 20, "a checkpoint is not used up"
+
+
+def test_the_checkpoint_of_a_running_request_can_be_gone_on_from() -> None:
+    books = whole()
+    books.submit(A, max_tokens=50)
+    books.steps(5)
+    branch = books.submit([*A, 9])
+    books.step()
+    assert books.running == [0, branch]
+    books.run_to_end()
+    assert books.finished(branch).cached_tokens == 20
+
+
+def test_a_changed_prompt_is_computed_from_its_beginning() -> None:
+    books = whole()
+    books.submit(A, max_tokens=5)
+    books.drain()
+    changed, same = books.submit([*A[:-1], 9, 9]), books.submit(A)
+    books.run_to_end()
+    assert books.finished(changed).cached_tokens == 0
+    assert books.finished(same).cached_tokens == 0, "the state after its last token is too late"
+
+
+def test_a_state_that_cannot_be_cut_is_not_waited_for() -> None:
+    books = whole()
+    for i in range(3):
+        books.submit([*A, i])
+    plan = books.plan()
+    assert plan is not None
+    assert [(w.request_id, w.pos, len(w.tokens)) for w in plan.work] == [
+        (0, 0, 21),
+        (1, 0, 21),
+        (2, 0, 21),
+    ]
+
+
+def test_a_checkpoint_takes_the_sequence_of_the_least_wanted_prefix() -> None:
+    books = CheckedScheduler(n_slots=1, n_seqs=2, n_ctx=300, reuse=Reuse.WHOLE)
+    books.submit(A, max_tokens=5)
+    books.submit(B, max_tokens=50)
+    books.steps(10)
+    assert books.retained == [B]
+    books.run_to_end()
+
+
+def test_a_short_prompt_is_not_worth_a_checkpoint() -> None:
+    books = whole()
+    books.submit(A[:15], max_tokens=5)
+    books.drain()
+    assert [len(tokens) for tokens in books.retained] == [19]
+
+
+def test_a_checkpoint_that_cannot_be_copied_is_as_if_never_made() -> None:
+    books = whole()
+    books.submit(A, max_tokens=5)
+    books.step()
+    (copy,) = copies(books.plan())
+    books.finish(failing_copies={copy.dst})
+    assert books.retained == []
+    books.run_to_end()
 
 
 # -- the step -----------------------------------------------------------------------------
@@ -460,9 +875,9 @@ def test_a_step_is_unwanted_when_everybody_in_it_has_cancelled() -> None:
 # -- steps that go wrong ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("can_rewind", [True, False])
-def test_an_aborted_step_is_computed_again_with_the_same_text(can_rewind: bool) -> None:
-    books = CheckedScheduler(n_batch=8, retain=can_rewind, can_rewind=can_rewind, model=HashModel())
+@pytest.mark.parametrize("reuse", Reuse)
+def test_an_aborted_step_is_computed_again_with_the_same_text(reuse: Reuse) -> None:
+    books = CheckedScheduler(n_batch=8, reuse=reuse, model=HashModel())
     books.submit(A, max_tokens=30, seed=5)
     books.submit(B, max_tokens=30, seed=6)
     for i in range(60):
@@ -551,11 +966,9 @@ def test_no_room_for_a_single_request_is_a_context_overflow() -> None:
     assert (error.resident_tokens, error.additional_tokens, error.n_ctx) == (16, 4, 100)
 
 
-@pytest.mark.parametrize("can_rewind", [True, False])
-def test_a_pool_smaller_than_the_books_say_still_serves_everybody(can_rewind: bool) -> None:
-    books = CheckedScheduler(
-        n_ctx=100, n_cells=60, n_batch=16, retain=can_rewind, can_rewind=can_rewind
-    )
+@pytest.mark.parametrize("reuse", Reuse)
+def test_a_pool_smaller_than_the_books_say_still_serves_everybody(reuse: Reuse) -> None:
+    books = CheckedScheduler(n_ctx=100, n_cells=60, n_batch=16, reuse=reuse)
     for prompt in (A, B, C, D):
         books.submit(prompt, max_tokens=39)
     too_long = books.submit([5] * 70)

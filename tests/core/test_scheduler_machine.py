@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 
 from llamad_trio.core.errors import EngineClosed
-from llamad_trio.core.plan import StepStatus
+from llamad_trio.core.plan import Copy, StepPlan, StepStatus
+from llamad_trio.core.pool import Reuse
 from tests.core.checked_scheduler import CheckedScheduler
 from tests.core.fake_memory import PIECES, EndlessModel, HashModel
 
@@ -25,19 +26,29 @@ TOKENS = st.integers(1, len(PIECES) - 1)
 STEMS = ([1 + i * i % 11 for i in range(60)], [12 - i % 7 for i in range(60)])
 STOPS = ("stop", "ab", "aa", "b\n", "é", "🙂", "\ufffd", "aba", "")
 STATUSES = st.sampled_from([StepStatus.DONE] * 4 + [s for s in StepStatus if s.name != "DONE"])
+SESSIONS = st.sampled_from([None, None, "s", "t"])
+
+HOLDERS = st.sampled_from(["s", "t"])
+
+
+def copied_to(plan: StepPlan) -> list[int]:
+    """The sequences a plan copies to."""
+    return [operation.dst for operation in plan.memory if isinstance(operation, Copy)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come and go, readers pause, steps fail."""
 
+    reuse: Reuse
     books: CheckedScheduler
 
     @initialize(
         n_slots=st.sampled_from([3, 4, 2, 1]),
         n_ctx=st.integers(40, 90) | st.integers(60, 160) | st.integers(2, 12),
         missing_cells=st.sampled_from([0, 0, 0, 1, 10]),
-        batch=st.sampled_from([0, 1, 5, 20, 64]),
-        memory=st.sampled_from(["retains", "rewinds", "only clears"]),
+        batch=st.sampled_from([64, 20, 5, 1, 0]),
+        can_rewind=st.booleans(),
+        spare_seqs=st.sampled_from([1, 2, 8, 3]),
         endless=st.sampled_from([True, False]),
         ends_by_closing=st.sampled_from([False, False, False, True]),
     )
@@ -47,30 +58,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_ctx: int,
         missing_cells: int,
         batch: int,
-        memory: str,
+        can_rewind: bool,
+        spare_seqs: int,
         endless: bool,
         ends_by_closing: bool,
     ) -> None:
         self.ends_by_closing = ends_by_closing
         self.books = CheckedScheduler(
             n_slots=n_slots,
+            n_seqs=n_slots + spare_seqs,
             n_ctx=n_ctx,
             n_cells=max(1, n_ctx - missing_cells),
             n_batch=n_slots + batch,
-            retain=memory == "retains",
-            can_rewind=memory != "only clears",
+            reuse=self.reuse,
+            can_rewind=can_rewind if self.reuse is Reuse.NOTHING else None,
             model=EndlessModel() if endless else HashModel(),
         )
 
     @rule(
         stem=st.sampled_from(range(len(STEMS))),
-        shared=st.integers(0, 15) | st.integers(0, 60),
+        shared=st.sampled_from([20, 36, 59, 5, 0]) | st.integers(0, 60),
         own=st.lists(TOKENS, min_size=1, max_size=5),
-        max_tokens=st.sampled_from([80, 40, 20, 5, 1]),
+        max_tokens=st.sampled_from([80, 40, 20, 5, 1, 0]),
         stop=st.just([]) | st.lists(st.sampled_from(STOPS), max_size=3),
         streams=st.booleans(),
         seed=st.integers(0, 3),
+        session=SESSIONS,
         n=st.integers(1, 4),
+        differ=st.booleans(),
+        at_once=st.booleans(),
     )
     def submit(
         self,
@@ -81,30 +97,60 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: list[str],
         streams: bool,
         seed: int,
+        session: str | None,
         n: int,
+        differ: bool,
+        at_once: bool,
     ) -> None:
-        """Prompts that begin like others."""
-        tokens = [*STEMS[stem][:shared], *own][-self.books.n_ctx + 1 :]
-        limit = min(max_tokens, self.books.n_ctx - len(tokens))
+        """Prompts that begin like each other, and like earlier ones."""
         for i in range(n):
+            tokens = [*STEMS[stem][:shared], *own]
+            if differ:
+                tokens.append(1 + i)
+            tokens = tokens[-self.books.n_ctx + 1 :]
+            limit = min(max_tokens, self.books.n_ctx - len(tokens))
             self.books.submit(
                 tokens,
                 max_tokens=limit,
                 stop=stop,
                 streams=streams,
                 seed=seed + i,
+                session=session,
+                holder=session if limit == 0 else None,
                 request_id=self.new_id(),
             )
+        self.plan_if(at_once)
 
     @precondition(lambda self: self.books.requests)
-    @rule(data=st.data(), own=st.lists(TOKENS, max_size=4), max_tokens=st.integers(1, 20))
-    def follow_up(self, data: st.DataObject, own: list[int], max_tokens: int) -> None:
-        """A prompt that continues what another request has said so far."""
-        earlier = data.draw(st.sampled_from(list(self.books.requests.values())))
-        tokens = [*earlier.history, *own]
-        if len(tokens) < self.books.n_ctx and 0 not in tokens:
+    @rule(
+        data=st.data(),
+        cut=st.just(0) | st.integers(0, 30),
+        own=st.lists(TOKENS, max_size=4),
+        max_tokens=st.integers(1, 20),
+        session=SESSIONS,
+        at_once=st.booleans(),
+    )
+    def follow_up(
+        self,
+        data: st.DataObject,
+        cut: int,
+        own: list[int],
+        max_tokens: int,
+        session: str | None,
+        at_once: bool,
+    ) -> None:
+        """A prompt that continues what another request has said so far, or branches off it."""
+        earlier = self.books.requests[data.draw(st.sampled_from(list(self.books.requests)))]
+        tokens = [*earlier.history[: len(earlier.history) - cut], *own]
+        if 0 < len(tokens) < self.books.n_ctx and 0 not in tokens:
             limit = min(max_tokens, self.books.n_ctx - len(tokens))
-            self.books.submit(tokens, max_tokens=limit, request_id=self.new_id())
+            self.books.submit(tokens, max_tokens=limit, session=session, request_id=self.new_id())
+        self.plan_if(at_once)
+
+    def plan_if(self, wanted: bool) -> None:
+        """Take up what has just arrived in a step that may go wrong."""
+        if wanted and self.books.in_flight is None:
+            self.books.plan()
 
     def new_id(self) -> int:
         """A new id, which tells nothing of the order of arrival."""
@@ -118,6 +164,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = st.sampled_from(self.live())
         running = [id_ for id_ in self.books.running if self.books.requests[id_].live]
         return live | st.sampled_from(running) if running else live
+
+    @precondition(lambda self: self.books.requests)
+    @rule(data=st.data(), holder=HOLDERS, cut=st.integers(0, 4))
+    def hold(self, data: st.DataObject, holder: str, cut: int) -> None:
+        """Somebody wants to go on from a request, or from nearly all of it."""
+        earlier = self.books.requests[data.draw(st.sampled_from(list(self.books.requests)))]
+        if tokens := earlier.history[: len(earlier.history) - cut]:
+            self.books.hold(holder, tokens)
+
+    @rule(holder=HOLDERS)
+    def let_go(self, holder: str) -> None:
+        self.books.let_go(holder)
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())
@@ -143,18 +201,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.books.in_flight is not None)
     @rule(data=st.data(), status=STATUSES, elapsed_s=st.sampled_from([0.0, 0.001, 0.05, 2.0]))
     def finish(self, data: st.DataObject, status: StepStatus, elapsed_s: float) -> None:
-        assert self.books.in_flight is not None
-        failing = set()
+        plan = self.books.in_flight
+        assert plan is not None
+        failing: set[int] = set()
+        failing_copies: set[int] = set()
         if status is StepStatus.DONE and data.draw(st.integers(0, 3)) == 0:
-            ids = [work.request_id for work in self.books.in_flight.work]
-            failing = data.draw(st.sets(st.sampled_from(ids)))
-        self.books.finish(status, failing=failing, elapsed_s=elapsed_s)
+            failing = data.draw(st.sets(st.sampled_from([work.request_id for work in plan.work])))
+        copies = copied_to(plan)
+        if len(copies) > 0 and data.draw(st.booleans()):
+            failing_copies = data.draw(st.sets(st.sampled_from(copies)))
+        self.books.finish(
+            status, failing=failing, failing_copies=failing_copies, elapsed_s=elapsed_s
+        )
 
     @precondition(lambda self: self.books.in_flight is None)
-    @rule(n=st.integers(1, 15))
-    def steps(self, n: int) -> None:
+    @rule(
+        n=st.integers(1, 15),
+        copies_fail=st.sampled_from([False, False, True]),
+        leaves_one_in_flight=st.booleans(),
+    )
+    def steps(self, n: int, copies_fail: bool, leaves_one_in_flight: bool) -> None:
         """Nothing happens for a while, but the work."""
-        self.books.steps(n)
+        for _ in range(n):
+            plan = self.books.plan()
+            if plan is None:
+                return
+            self.books.finish(failing_copies=copied_to(plan) if copies_fail else ())
+        if leaves_one_in_flight:
+            self.books.plan()
 
     def teardown(self) -> None:
         if not hasattr(self, "books"):
@@ -165,26 +239,40 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.books.run_to_end()
 
 
-def test_every_history_keeps_every_promise() -> None:
+class NothingMachine(SchedulerMachine):
+    reuse = Reuse.NOTHING
+
+
+class WholeMachine(SchedulerMachine):
+    reuse = Reuse.WHOLE
+
+
+class PrefixMachine(SchedulerMachine):
+    reuse = Reuse.PREFIX
+
+
+def run(machine: type[SchedulerMachine], *, n_examples: int, n_steps: int) -> None:
     run_state_machine_as_test(
-        SchedulerMachine,
+        machine,
         settings=settings(
-            max_examples=200,
-            stateful_step_count=40,
+            max_examples=n_examples,
+            stateful_step_count=n_steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("machine", "n_examples"), [(NothingMachine, 25), (WholeMachine, 40), (PrefixMachine, 80)]
+)
+def test_every_history_keeps_every_promise(
+    machine: type[SchedulerMachine], n_examples: int
+) -> None:
+    run(machine, n_examples=n_examples, n_steps=40)
 
 
 @pytest.mark.slow
-def test_every_history_keeps_every_promise_at_length() -> None:
-    run_state_machine_as_test(
-        SchedulerMachine,
-        settings=settings(
-            max_examples=5_000,
-            stateful_step_count=80,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+@pytest.mark.parametrize("machine", [NothingMachine, WholeMachine, PrefixMachine])
+def test_every_history_keeps_every_promise_at_length(machine: type[SchedulerMachine]) -> None:
+    run(machine, n_examples=2_000, n_steps=80)

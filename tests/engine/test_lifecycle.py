@@ -516,7 +516,7 @@ async def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, m
                 if moment == "loading":
                     await trio.sleep_forever()
                 prompt = Request([7] * 4000) if moment == "reading" else "Count to a million."
-                async with engine.stream(prompt, max_tokens=10**6, temperature=2.0) as tokens:
+                async with engine.stream(prompt, max_tokens=10**6, temperature=2.0, seed=1) as tokens:
                     if moment == "reading":
                         ready()
                     async for piece in tokens:

@@ -164,16 +164,17 @@ async def test_a_conversation_goes_on_where_it_was(tiny: Engine) -> None:
     assert first.prompt_tokens <= second.cached_tokens < second.prompt_tokens
 
 
-async def test_only_what_two_prompts_share_is_reused(engine: Engine) -> None:
+async def test_only_what_two_prompts_share_is_reused(smollm2_path: Path) -> None:
     one, other = "The capital of France is", "The capital of Spain is"
-    cold = await engine.complete(other, raw=True, max_tokens=4, temperature=0)
-    # As long as all that is kept of the other prompt: that is overwritten.
-    await engine.complete(Request([7] * 16), max_tokens=1)
-    await engine.complete(one, raw=True, max_tokens=2)
-    warm = await engine.complete(other, raw=True, max_tokens=4, temperature=0)
-    assert cold.cached_tokens == 0
-    assert warm.cached_tokens == len(await engine.tokenize("The capital of"))
-    assert warm.text == cold.text
+    asked = Request(other, raw=True, max_tokens=4, temperature=0)
+    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512, kv_cache=False) as engine:
+        cold = await engine.complete(asked)
+    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512) as engine:
+        await engine.complete(one, raw=True, max_tokens=2)
+        warm = await engine.complete(asked)
+        assert cold.cached_tokens == 0
+        assert warm.cached_tokens == len(await engine.tokenize("The capital of"))
+        assert warm.text == cold.text
 
 
 async def test_without_the_kv_cache_nothing_is_kept(tiny_path: Path) -> None:
@@ -202,28 +203,26 @@ async def test_what_is_kept_gives_way_to_any_need(tiny_path: Path) -> None:
 
 
 async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=256) as engine:
-        requests = [Request([20 + n] * 40, max_tokens=60) for n in range(8)]
-        ended = trio.Event()
-
-        async def complete() -> None:
-            await complete_all(engine, requests)
-            ended.set()
-
+    class Auditor(trio.abc.Instrument):
         n_looks = 0
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(complete)
-            while not ended.is_set():
-                stats = engine.stats()
-                pool = stats.kv_used_tokens, stats.kv_retained_tokens, stats.kv_free_tokens
-                assert sum(pool) == 256
-                assert min(pool) >= 0
-                assert sum(stats.slots.values()) == 4
-                assert min(*stats.slots.values(), stats.queued) >= 0
-                n_looks += 1
-                await trio.lowlevel.checkpoint()
-        assert n_looks > 10
+
+        def after_task_step(self, task: trio.lowlevel.Task) -> None:
+            stats = engine.stats()
+            pool = stats.kv_used_tokens, stats.kv_retained_tokens, stats.kv_free_tokens
+            assert sum(pool) == 256
+            assert min(pool) >= 0
+            assert sum(stats.slots.values()) == 4
+            assert min(*stats.slots.values(), stats.queued) >= 0
+            self.n_looks += 1
+
+    auditor = Auditor()
+    async with open_engine(tiny_path, ONE_THREAD, n_ctx=256) as engine:
+        trio.lowlevel.add_instrument(auditor)
+        await complete_all(engine, [Request([20 + n] * 40, max_tokens=60) for n in range(8)])
+        # Trio removes an instrument that raises.
+        trio.lowlevel.remove_instrument(auditor)
         stats = engine.stats()
+        assert auditor.n_looks > stats.steps > 60
         computed = stats.prefill_tokens + stats.decode_tokens + stats.cached_tokens
         # The last token of a text is said, and never computed.
         assert computed >= 8 * (40 + 59)

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.plan import SamplerSpec, StepPlan, StepResult, StepStatus, Trim, Work
+from llamad_trio.core.plan import (
+    Copy,
+    Drop,
+    SamplerSpec,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
 from llamad_trio.core.sampling import SamplingParams
 from llamad_trio.llama.runtime import LlamaRuntime
 from tests.models import DECODER_KINDS
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from llamad_trio.core.plan import MemoryOp
     from tests.models import Kind, TinyModels
 
     Logits = NDArray[np.float32]
@@ -55,10 +64,16 @@ class Books:
         self.tokens: dict[int, list[int]] = {}
         self._has_sampler: set[int] = set()
 
-    def plan(self, *additions: tuple[int, Sequence[int]], trims: Sequence[Trim] = ()) -> StepPlan:
+    def plan(
+        self, *additions: tuple[int, Sequence[int]], memory: Sequence[MemoryOp] = ()
+    ) -> StepPlan:
         """A step that adds tokens to sequences, and samples a token of each."""
-        for trim in trims:
-            self.tokens[trim.seq] = self.tokens[trim.seq][: trim.keep]
+        for operation in memory:
+            match operation:
+                case Drop(seq=seq):
+                    self.tokens[seq] = []
+                case Copy(src=src, dst=dst, n=n):
+                    self.tokens[dst] = self.tokens[src][:n]
         new = [seq for seq, _ in additions if seq not in self._has_sampler]
         self._has_sampler.update(new)
         return StepPlan(
@@ -66,13 +81,15 @@ class Books:
                 Work(seq, seq, len(self.tokens.get(seq, [])), tokens, sample=True)
                 for seq, tokens in additions
             ),
-            trims=tuple(trims),
+            memory=tuple(memory),
             new_samplers=tuple(SamplerSpec(request_id=seq, params=GREEDY, seen=()) for seq in new),
         )
 
-    def step(self, *additions: tuple[int, Sequence[int]], trims: Sequence[Trim] = ()) -> StepResult:
+    def step(
+        self, *additions: tuple[int, Sequence[int]], memory: Sequence[MemoryOp] = ()
+    ) -> StepResult:
         """Run such a step, and book it."""
-        result = self.runtime.step(self.plan(*additions, trims=trims))
+        result = self.runtime.step(self.plan(*additions, memory=memory))
         if result.status is StepStatus.DONE:
             for seq, tokens in additions:
                 self.tokens.setdefault(seq, []).extend(tokens)
@@ -83,6 +100,10 @@ class Books:
     def logits(self, seq: int, tokens: Sequence[int]) -> Logits:
         """Add tokens to a sequence, and return the logits after them."""
         assert self.step((seq, tokens)).status is StepStatus.DONE
+        return self.last_logits()
+
+    def last_logits(self) -> Logits:
+        """The logits of the first row of the last step."""
         logits: Logits = self.runtime._context.logits(1)[0].copy()
         return logits
 
@@ -149,7 +170,7 @@ def test_only_rows_that_ask_for_it_are_sampled(tiny_model: TinyModels, kind: Kin
         again = books.runtime.step(
             StepPlan(
                 work=(Work(13, 1, 0, TEXT[:20], sample=True),),
-                trims=(Trim(1, 0),),
+                memory=(Drop(1),),
                 old_samplers=(11,),
                 new_samplers=(SamplerSpec(request_id=13, params=GREEDY, seen=()),),
             )
@@ -178,15 +199,79 @@ def test_whether_memory_can_go_back_is_found_out(tiny_model: TinyModels, kind: K
 
 
 @pytest.mark.parametrize("kind", ["attention", "sliding-window"])
-def test_a_trimmed_sequence_goes_on_as_a_fresh_one(tiny_model: TinyModels, kind: Kind) -> None:
+def test_a_copy_of_a_prefix_goes_on_as_a_fresh_sequence(tiny_model: TinyModels, kind: Kind) -> None:
     with opened(tiny_model(kind)) as books:
         books.step((0, TEXT[:60]))
-        books.step((0, TEXT[100:110]), trims=[Trim(0, 50)])
+        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 50)])
         books.check()
-        trimmed = books.logits(0, TEXT[:5])
-        books.logits(1, TEXT[:50])
-        books.logits(1, TEXT[100:110])
-        np.testing.assert_allclose(trimmed, books.logits(1, TEXT[:5]), atol=ROUNDING)
+        copied = books.logits(1, TEXT[:5])
+        books.step((2, TEXT[:50]))
+        books.step((2, TEXT[100:110]))
+        np.testing.assert_allclose(copied, books.logits(2, TEXT[:5]), atol=ROUNDING)
+
+
+@kinds
+def test_a_copy_of_a_whole_sequence_goes_on_exactly_as_that_would_have(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    with opened(tiny_model(kind)) as undisturbed:
+        undisturbed.step((0, TEXT[:60]))
+        expected = undisturbed.logits(0, TEXT[100:110])
+    with opened(tiny_model(kind)) as books:
+        books.step((0, TEXT[:60]))
+        # In the same cells: where they come from decides how llama.cpp rounds.
+        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Drop(0)])
+        books.check()
+        np.testing.assert_array_equal(books.last_logits(), expected)
+
+
+@kinds
+def test_what_a_copy_goes_on_with_is_not_in_the_original(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    with opened(tiny_model(kind)) as undisturbed:
+        undisturbed.step((0, TEXT[:60]))
+        expected = undisturbed.logits(0, TEXT[100:110])
+    with opened(tiny_model(kind)) as books:
+        books.step((0, TEXT[:60]))
+        books.step((1, TEXT[200:230]), (2, TEXT[300:303]), memory=[Copy(0, 1, 60), Copy(0, 2, 60)])
+        books.step((1, TEXT[230:240]))
+        books.check()
+        np.testing.assert_allclose(books.logits(0, TEXT[100:110]), expected, atol=ROUNDING)
+
+
+@kinds
+def test_a_dropped_sequence_leaves_its_copies(tiny_model: TinyModels, kind: Kind) -> None:
+    with opened(tiny_model(kind)) as books:
+        books.step((0, TEXT[:60]))
+        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Copy(1, 2, 60), Drop(0)])
+        # Whoever comes next must not get the cells.
+        books.step((0, TEXT[300:400]))
+        books.check()
+        copied = books.logits(2, TEXT[100:110])
+        np.testing.assert_allclose(
+            books.logits(1, TEXT[:5]), books.logits(2, TEXT[:5]), atol=ROUNDING
+        )
+        books.step((0, TEXT[:60]), memory=[Drop(0)])
+        np.testing.assert_allclose(copied, books.logits(0, TEXT[100:110]), atol=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_what_cannot_be_copied_ends_the_step_before_it_computes(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    with opened(tiny_model(kind)) as books:
+        books.step((0, TEXT[:60]))
+        result = books.step((1, TEXT[100:110]), (2, TEXT[:5]), memory=[Copy(0, 1, 50)])
+        assert result.status is StepStatus.ABORTED
+        assert result.cleared == {1}
+        assert not result.sampled
+        books.tokens.setdefault(2, [])
+        books.check()
+        # A sequence that was emptied afterwards is not missed.
+        result = books.step((2, TEXT[:5]), memory=[Copy(0, 1, 50), Drop(1)])
+        assert result.status is StepStatus.DONE
+        books.check()
 
 
 @pytest.mark.parametrize("kind", ["attention", "sliding-window", "hybrid"])
@@ -208,22 +293,19 @@ def test_a_window_that_was_given_away_is_noticed_before_it_is_built_on(
     # Layers with a sliding window give the cells that have left it to whoever comes next: after a
     # trim, what the next token looks at may be gone.
     with opened(tiny_model("sliding-window"), n_ctx=512) as books:
-        books.step((1, TEXT[:100]))
         books.step((0, TEXT[:100]))
-        # A few cells of the first become free, then come those of the second.
-        books.step((2, TEXT[300:350]), trims=[Trim(1, 95)])
-        books.check()
-        result = books.step((0, TEXT[200:210]), trims=[Trim(0, keep)])
+        books.step((1, TEXT[300:350]))
+        result = books.step((2, TEXT[200:210]), memory=[Copy(0, 2, keep)])
         if keep >= 90:
             assert result.status is StepStatus.DONE
         if result.status is not StepStatus.DONE:
             assert result.status is StepStatus.ABORTED
-            assert result.cleared == {0}
+            assert result.cleared == {2}
             books.check()
-            assert books.step((0, [*TEXT[:keep], *TEXT[200:210]])).status is StepStatus.DONE
+            assert books.step((2, [*TEXT[:keep], *TEXT[200:210]])).status is StepStatus.DONE
         books.check()
-        reused = books.logits(0, TEXT[:3])
-        books.step((1, [*TEXT[:keep], *TEXT[200:210]]), trims=[Trim(1, 0)])
+        reused = books.logits(2, TEXT[:3])
+        books.step((1, [*TEXT[:keep], *TEXT[200:210]]), memory=[Drop(1)])
         np.testing.assert_allclose(reused, books.logits(1, TEXT[:3]), atol=ROUNDING)
 
 
@@ -241,7 +323,9 @@ def test_an_aborted_step_leaves_what_was_before_or_nothing_of_its_sequences(
         result = books.step((0, TEXT[500:1300]), (1, TEXT[40:41]))
         assert result.status is StepStatus.ABORTED
         assert not result.sampled
-        assert result.cleared == (set() if books.runtime.facts.can_rewind else {0, 1})
+        # States are moved by steps of several sequences: also those of others.
+        facts = books.runtime.facts
+        assert result.cleared == (set() if facts.can_rewind else set(range(facts.n_seqs)))
         books.check()
         # Until it is taken back, every step is aborted.
         assert books.step((2, TEXT[50:51])).status is StepStatus.ABORTED
@@ -260,6 +344,46 @@ def test_an_aborted_step_leaves_what_was_before_or_nothing_of_its_sequences(
                 books.logits(seq, TEXT[60:66]), reference[seq], atol=ROUNDING
             )
         books.check()
+
+
+@kinds
+def test_an_aborted_step_leaves_those_who_had_no_part_in_it_right_or_empty(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    # The state of the second sequence lies between those that the step wants side by side.
+    arrivals = (0, 2, 1)
+    with opened(tiny_model(kind)) as undisturbed:
+        for seq in arrivals:
+            undisturbed.step((seq, TEXT[seq : seq + 30]))
+        expected = undisturbed.logits(2, TEXT[60:66])
+    with opened(tiny_model(kind)) as books:
+        for seq in arrivals:
+            books.step((seq, TEXT[seq : seq + 30]))
+        books.runtime.request_abort()
+        assert books.step((0, TEXT[500:510]), (1, TEXT[40:50])).status is StepStatus.ABORTED
+        books.runtime.clear_abort()
+        books.check()
+        if not books.tokens[2]:
+            books.step((2, TEXT[2:32]))
+        np.testing.assert_allclose(books.logits(2, TEXT[60:66]), expected, atol=ROUNDING)
+
+
+@kinds
+def test_an_aborted_step_of_one_sequence_costs_no_other_anything(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    with opened(tiny_model(kind)) as undisturbed:
+        undisturbed.step((0, TEXT[:30]))
+        expected = undisturbed.logits(0, TEXT[60:66])
+    with opened(tiny_model(kind)) as books:
+        books.step((0, TEXT[:30]))
+        books.runtime.request_abort()
+        result = books.step((1, TEXT[40:50]), memory=[Copy(0, 1, 30)])
+        books.runtime.clear_abort()
+        assert result.status is StepStatus.ABORTED
+        assert result.cleared <= {1}
+        books.check()
+        np.testing.assert_array_equal(books.logits(0, TEXT[60:66]), expected)
 
 
 @kinds

@@ -1,0 +1,294 @@
+"""No token is computed twice that need not be, and nothing that is said is other for it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import attrs
+import pytest
+import trio
+
+from llamad_trio import Request, open_engine
+from llamad_trio.llama.runtime import LlamaRuntime
+from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, count_pieces, read_all, until_idle
+from tests.models import DECODER_KINDS, SLIDING_WINDOW_TOKENS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamad_trio import Completion, Engine
+    from llamad_trio.core.plan import StepPlan, StepResult
+    from tests.models import Kind, TinyModels
+
+kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
+rewinding = pytest.mark.parametrize("kind", ["attention", "sliding-window"])
+with_state = pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+
+LETTERS = range(262, 296)
+"""Tokens of the tiny vocabulary that are said as they are."""
+
+
+def some_tokens(n: int, seed: int = 0) -> list[int]:
+    """Tokens without a pattern: other seeds, other tokens."""
+    return random.Random(seed).choices(LETTERS, k=n)
+
+
+class Teller:
+    """An engine, and the tokens that its requests are said in."""
+
+    def __init__(self, engine: Engine, told: list[int]) -> None:
+        self._engine = engine
+        self._told = told
+
+    async def __call__(
+        self, prompt: list[int], max_tokens: int = 12
+    ) -> tuple[Completion, list[int]]:
+        """What follows the prompt, and its tokens.  One at a time."""
+        self._told.clear()
+        asked = Request(prompt, max_tokens=max_tokens, temperature=0)
+        done = await self._engine.complete(asked)
+        assert len(self._told) == max_tokens
+        return done, list(self._told)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every token that is sampled, in order."""
+    tokens: list[int] = []
+    run_step = LlamaRuntime.step
+
+    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        result = run_step(runtime, plan)
+        tokens.extend(sampled.token for sampled in result.sampled.values())
+        return result
+
+    monkeypatch.setattr(LlamaRuntime, "step", step)
+    return tokens
+
+
+# -- whose prefix it may be -----------------------------------------------------------------
+
+
+@rewinding
+async def test_a_prompt_is_reused_while_its_first_request_still_runs(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    prompt = some_tokens(200)
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        alone = await engine.complete_text(Request(prompt, max_tokens=300, temperature=0))
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        asked = Request(prompt, max_tokens=300, temperature=0)
+        async with engine.stream(asked) as first:
+            pieces = [await first.receive()]
+            second = await engine.complete(asked, max_tokens=20)
+            assert second.cached_tokens == 199
+            assert alone.startswith(second.text)
+            # And one that goes another way after 150 tokens.
+            third = await engine.complete(Request(prompt[:150] + some_tokens(9, 1)), max_tokens=20)
+            assert third.cached_tokens == 150
+            pieces += await read_all(first)
+        assert "".join(pieces) == alone
+
+
+@rewinding
+async def test_a_branch_leaves_the_other_branch(tiny_model: TinyModels, kind: Kind) -> None:
+    trunk, one, other, more = (some_tokens(n, n) for n in (100, 40, 41, 7))
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        for branch, expected in ((one, 0), (other, 100), (one, 140), (other, 141)):
+            prompt = trunk + branch + (more if expected > 100 else [])
+            done = await engine.complete(Request(prompt, max_tokens=3))
+            assert done.cached_tokens == expected
+        stats = engine.stats()
+        # The trunk is there once.
+        assert stats.kv_retained_tokens <= 100 + 2 * (41 + 7 + 3) + 2 * 3
+
+
+async def test_what_a_cancelled_request_computed_is_reused(tiny_path: Path) -> None:
+    prompt = some_tokens(100)
+    async with open_engine(tiny_path, EXACT, n_ctx=1024) as engine:
+        async with engine.stream(Request(prompt, max_tokens=ENDLESS)) as tokens:
+            await count_pieces(tokens, 3)
+        await until_idle(engine)
+        assert (await engine.complete(Request(prompt), max_tokens=3)).cached_tokens == 99
+
+
+@rewinding
+async def test_requests_that_arrive_together_compute_what_they_share_once(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    shared = some_tokens(1000)
+    asked = [
+        Request(shared + some_tokens(20, n), max_tokens=10, temperature=0) for n in range(1, 9)
+    ]
+    async with open_engine(tiny_model(kind), EXACT, n_slots=8, kv_cache=False) as engine:
+        alone = [await engine.complete_text(request) for request in asked]
+        assert engine.stats().prefill_tokens == 8 * 1020
+    done: dict[int, Completion] = {}
+    async with open_engine(tiny_model(kind), EXACT, n_slots=8) as engine:
+
+        async def complete(n: int) -> None:
+            done[n] = await engine.complete(asked[n])
+
+        async with trio.open_nursery() as nursery:
+            for n in range(8):
+                nursery.start_soon(complete, n)
+        stats = engine.stats()
+    assert [done[n].text for n in range(8)] == alone
+    assert stats.prefill_tokens == 1000 + 8 * 20
+    assert stats.cached_tokens == 7 * 1000
+    assert sorted(d.cached_tokens for d in done.values()) == [0, *[1000] * 7]
+
+
+# -- memories with a state ------------------------------------------------------------------
+
+
+@with_state
+async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(
+    tiny_model: TinyModels, kind: Kind, told: list[int]
+) -> None:
+    conversation = some_tokens(50)
+    turns: list[tuple[list[int], str]] = []
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        tell = Teller(engine, told)
+        for turn in range(5):
+            done, answer = await tell(conversation)
+            turns.append((conversation, done.text))
+            # The last token that was said has never been read.
+            n_new = 1 + 10 if turn else len(conversation)
+            assert done.cached_tokens == len(conversation) - n_new
+            conversation = conversation + answer + some_tokens(10, turn)
+    async with open_engine(tiny_model(kind), EXACT, kv_cache=False) as engine:
+        for prompt, text in turns:
+            cold = await engine.complete(Request(prompt, max_tokens=12, temperature=0))
+            assert (cold.text, cold.cached_tokens) == (text, 0)
+
+
+@with_state
+async def test_another_turn_after_the_same_prompt_goes_on_from_its_end(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    prompt = some_tokens(60)
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        await engine.complete(Request(prompt, max_tokens=10))
+        for n in range(3):
+            asked = Request(prompt + some_tokens(10, n), max_tokens=10, temperature=0)
+            done = await engine.complete(asked)
+            assert done.cached_tokens == 60
+            assert done.text == await cold_text(tiny_model(kind), asked)
+
+
+@with_state
+async def test_a_changed_history_is_computed_from_its_start_and_right(
+    tiny_model: TinyModels, kind: Kind, told: list[int]
+) -> None:
+    prompt = some_tokens(60)
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        _, answer = await Teller(engine, told)(prompt)
+        whole = prompt + answer
+        for changed in (
+            whole[:30] + some_tokens(20, 1),  # shorter
+            whole[:59] + some_tokens(20, 2),  # the prompt but for its last token
+            whole[:65] + some_tokens(20, 3)[:1] + whole[66:],  # a token of the answer
+        ):
+            asked = Request(changed, max_tokens=10, temperature=0)
+            done = await engine.complete(asked)
+            # The end of the prompt may be a place to go on from, never one before it.
+            assert done.cached_tokens == (60 if changed[:60] == prompt else 0)
+            assert done.text == await cold_text(tiny_model(kind), asked)
+
+
+@with_state
+async def test_what_is_lost_is_said_once(
+    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        assert not engine.info.can_rewind
+        for n in range(3):
+            await engine.complete(Request(some_tokens(30, n), max_tokens=3))
+    (warning,) = [r for r in caplog.records if r.name == "llamad_trio"]
+    assert warning.levelname == "WARNING"
+    said = warning.getMessage()
+    assert f"tiny-{kind}" in said
+    assert "cannot go back" in said
+    assert "reused only when" in said
+
+
+@kinds
+async def test_without_the_kv_cache_nothing_is_reused_and_nothing_is_lost(
+    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = some_tokens(60)
+    async with open_engine(tiny_model(kind), EXACT, kv_cache=False) as engine:
+        for _ in range(3):
+            done = await engine.complete(Request(prompt, max_tokens=3))
+            assert done.cached_tokens == 0
+            assert engine.stats().kv_retained_tokens == 0
+            prompt = prompt + some_tokens(10)
+        assert engine.stats().cached_tokens == 0
+    assert [r for r in caplog.records if r.name == "llamad_trio"] == []
+
+
+@rewinding
+async def test_a_memory_that_can_go_back_is_no_news(
+    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_engine(tiny_model(kind), EXACT) as engine:
+        assert engine.info.can_rewind
+    assert [r for r in caplog.records if r.name == "llamad_trio"] == []
+
+
+# -- never other than cold ------------------------------------------------------------------
+
+
+async def cold_text(path: Path, asked: Request) -> str:
+    """What an engine says that has computed nothing before."""
+    async with open_engine(path, EXACT, kv_cache=False) as engine:
+        return await engine.complete_text(asked)
+
+
+@kinds
+async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
+    tiny_model: TinyModels, kind: Kind, told: list[int]
+) -> None:
+    draw = random.Random(5)
+    asked: list[Request] = []
+    texts: list[str] = []
+    async with open_engine(tiny_model(kind), EXACT, n_ctx=256) as engine:
+        tell = Teller(engine, told)
+        conversation: list[int] = []
+        for turn in range(40):
+            if len(conversation) > 180:
+                # Back to before the window, or to the beginning.
+                conversation = conversation[: draw.choice([20, 90, 150])]
+            conversation = conversation + some_tokens(draw.randint(1, 20), turn)
+            asked.append(Request(conversation, max_tokens=10, temperature=0))
+            done, answer = await tell(conversation, 10)
+            texts.append(done.text)
+            conversation = conversation + answer
+            if draw.random() < 0.3:
+                # Somebody else's, which takes the cells that are free.
+                await engine.complete(Request(some_tokens(60, 1000 + turn), max_tokens=2))
+        assert engine.stats().cached_tokens > 5 * SLIDING_WINDOW_TOKENS
+    async with open_engine(tiny_model(kind), EXACT, n_ctx=256, kv_cache=False) as engine:
+        assert [await engine.complete_text(request) for request in asked] == texts
+
+
+async def test_a_conversation_with_a_real_model_is_the_same_with_the_cache_and_without(
+    smollm2_path: Path,
+) -> None:
+    first = Request("1, 2, 3, 4, 5, 6, 7, 8,", raw=True, max_tokens=12, temperature=0, seed=1)
+    said: dict[bool, list[str]] = {}
+    cached: dict[bool, list[int]] = {}
+    for kv_cache in (True, False):
+        async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512, kv_cache=kv_cache) as engine:
+            said[kv_cache], cached[kv_cache] = [], []
+            asked = first
+            for _ in range(4):
+                done = await engine.complete(asked)
+                said[kv_cache].append(done.text)
+                cached[kv_cache].append(done.cached_tokens)
+                asked = attrs.evolve(asked, prompt=f"{asked.prompt}{done.text}")
+    assert said[True] == said[False]
+    assert cached[False] == [0] * 4
+    assert all(n >= 20 for n in cached[True][1:])

@@ -1,0 +1,69 @@
+"""SHA-256 of model files, read once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from llamad_trio.digest import CHUNK_BYTES, file_sha256
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    models = tmp_path / "models"
+    monkeypatch.setenv("LLAMAD_MODELS_DIR", str(models))
+    return models
+
+
+def reads_of(path: Path) -> tuple[str, int]:
+    """The digest, and the number of chunks that were read for it."""
+    chunks: list[None] = []
+    digest = file_sha256(path, between_chunks=lambda: chunks.append(None))
+    return digest, len(chunks)
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * (CHUNK_BYTES + 1))
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert reads_of(path) == (expected, 2)
+    assert reads_of(path) == (expected, 0)
+    path.write_bytes(b"y")
+    assert reads_of(path) == (hashlib.sha256(b"y").hexdigest(), 1)
+    os.utime(path, ns=(1, 1))
+    assert reads_of(path)[1] == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"no json", b"[]", b'{"a": 1}'])
+def test_a_damaged_memory_is_forgotten(tmp_path: Path, models: Path, damage: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    models.mkdir()
+    (models / "digests.json").write_bytes(damage)
+    assert reads_of(path) == (hashlib.sha256(b"x").hexdigest(), 1)
+    assert reads_of(path)[1] == 0
+
+
+def test_without_a_place_for_the_memory_each_time_is_the_first(
+    tmp_path: Path, models: Path
+) -> None:
+    models.write_text("a file where the directory should be")
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    assert reads_of(path)[1] == 1
+    assert reads_of(path)[1] == 1
+
+
+def test_what_is_raised_between_chunks_ends_the_reading(tmp_path: Path, models: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        file_sha256(path, between_chunks=stop)
+    assert not (models / "digests.json").exists()
