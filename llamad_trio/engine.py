@@ -429,7 +429,9 @@ async def run_engine(
 def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf | None:
     if not config.kv_cache or not (config.prompt_cache_ram_bytes or _has_disk(config)):
         return None
-    return Shelf(max_bytes=config.prompt_cache_ram_bytes, any_prefix=facts.can_rewind)
+    # llama.cpp saves what a window still holds: such a state is of use at its end only.
+    any_prefix = facts.can_rewind and not facts.n_window
+    return Shelf(max_bytes=config.prompt_cache_ram_bytes, any_prefix=any_prefix)
 
 
 def _store(config: EngineConfig, facts: ModelFacts) -> SnapshotStore | None:

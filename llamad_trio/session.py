@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 import trio
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"]
 
 Content = str | Sequence[Message]
+Stage = Literal["prefix", "suffix"]
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 @attrs.frozen(kw_only=True)
@@ -39,7 +42,8 @@ class PrefixStatus:
         reused: were there already, whoever had computed them.
         dropped: of what the session held before, no longer part of it.
         prefilled: computed now.
-        resident: in the pool, for this session.
+        resident: in the pool, for this session: all but the last one where the memory
+            cannot go back (`ModelInfo.can_rewind`), for which decoding computes that.
         available: what suffix and reply may still take.
         byte_hash: SHA-256 (hex) of the prefix as text.
         token_hash: SHA-256 (hex) of its token ids, as little-endian 32-bit integers.
@@ -78,7 +82,7 @@ class SuffixStatus:
 class Segment:
     """A part of what a session holds: its ranges in bytes and tokens, and their hashes."""
 
-    kind: Literal["prefix", "suffix"]
+    kind: Stage
     bytes: tuple[int, int]
     tokens: tuple[int, int]
     byte_hash: str
@@ -157,14 +161,15 @@ class Session:
             before = self._context.tokens
             kept = common_length(before, tokens, len(tokens))
             self._check_room("prefix", kept, len(tokens))
-            reused = await self._engine.hold(self._name, tokens)
+            reused, resident = await self._hold("prefix", tokens)
+            self._let_go("suffix")
             self._prefix, self._before_suffix, self._reused = content, None, reused
             self._context = _Context(text, tokens, len(tokens), len(text.encode()))
             return PrefixStatus(
                 reused=reused,
                 dropped=len(before) - kept,
-                prefilled=len(tokens) - reused,
-                resident=len(tokens),
+                prefilled=resident - reused,
+                resident=resident,
                 available=self._capacity - len(tokens),
                 byte_hash=_sha256(text.encode()),
                 token_hash=_token_hash(tokens),
@@ -191,7 +196,7 @@ class Session:
             text, tokens = await self._tokens(_joined(self._prefix, content), ends_open=True)
             n_prefix = common_length(prefix.tokens, tokens, len(tokens))
             self._check_room("suffix", n_prefix, len(tokens))
-            self._reused = await self._engine.hold(self._name, tokens)
+            self._reused, resident = await self._hold("suffix", tokens)
             self._before_suffix = prefix
             # A template may write a message that is not the last one differently.
             n_bytes = common_length(prefix.text.encode(), text.encode(), prefix.n_prefix_bytes)
@@ -199,7 +204,7 @@ class Session:
             return SuffixStatus(
                 suffix=len(tokens) - n_prefix,
                 prefix=n_prefix,
-                resident=len(tokens),
+                resident=resident,
                 available=self._capacity - len(tokens),
                 manifest_digest=self._engine.info.identity,
             )
@@ -238,8 +243,11 @@ class Session:
         async with opened(self._engine) as other:
             other._prefix, other._context = self._prefix, self._context
             other._before_suffix = self._before_suffix
-            if other._context.tokens:
-                await self._engine.hold(other._name, other._context.tokens)
+            if self._before_suffix is not None:
+                await other._hold("prefix", self._before_suffix.tokens)
+                await other._hold("suffix", other._context.tokens)
+            else:
+                await other._hold("prefix", other._context.tokens)
             yield other
 
     # -- inside -----------------------------------------------------------------------------
@@ -247,6 +255,22 @@ class Session:
     @property
     def _capacity(self) -> int:
         return self._engine.most_tokens
+
+    async def _hold(self, stage: Stage, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Have tokens in the pool; return how many were there already, and how many are now.
+
+        Where memory cannot go back, decoding could not compute the last token again: it is
+        left to that, and the prefix is held beside the suffix.
+        """
+        resident = tokens if self._engine.info.can_rewind else tokens[:-1]
+        return await self._engine.hold(self._holder(stage), resident), len(resident)
+
+    def _let_go(self, stage: Stage) -> None:
+        if not self._engine.info.can_rewind:
+            self._engine.let_go(self._holder(stage))
+
+    def _holder(self, stage: Stage) -> str:
+        return self._name if self._engine.info.can_rewind else f"{self._name} {stage}"
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -257,13 +281,13 @@ class Session:
                 yield
             finally:
                 if self._closed:  # meanwhile, by another task
-                    self._engine.let_go(self._name)
+                    self.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("the session is closed")
 
-    def _check_room(self, stage: Literal["prefix", "suffix"], kept: int, n_tokens: int) -> None:
+    def _check_room(self, stage: Stage, kept: int, n_tokens: int) -> None:
         if n_tokens > self._capacity - 1:  # one token of a reply must fit, too
             raise ContextOverflow(stage, kept, n_tokens - kept, self._capacity)
 
@@ -273,14 +297,15 @@ class Session:
         try:
             return await self._engine.prepare(content, ends_open=ends_open)
         except PromptTooLong as error:
-            stage: Literal["prefix", "suffix"] = "suffix" if ends_open else "prefix"
+            stage: Stage = "suffix" if ends_open else "prefix"
             kept = len(self._context.tokens)
             raise ContextOverflow(stage, kept, error.tokens - kept, self._capacity) from None
 
     def close(self) -> None:
         """Let go of what is held.  `Engine.session` does it."""
         self._closed = True
-        self._engine.let_go(self._name)
+        for stage in STAGES:
+            self._engine.let_go(self._holder(stage))
 
 
 @asynccontextmanager
@@ -314,10 +339,9 @@ def _joined(
 
 
 def _segments(context: _Context, data: bytes) -> Iterable[Segment]:
-    kinds: tuple[Literal["prefix", "suffix"], ...] = ("prefix", "suffix")
     byte_cuts = (0, context.n_prefix_bytes, len(data))
     token_cuts = (0, context.n_prefix, len(context.tokens))
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(STAGES):
         bytes_, tokens = (byte_cuts[i], byte_cuts[i + 1]), (token_cuts[i], token_cuts[i + 1])
         if bytes_[0] < bytes_[1] or tokens[0] < tokens[1]:
             yield Segment(

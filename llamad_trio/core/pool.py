@@ -143,9 +143,15 @@ class Pool:
         self._unproven.pop(seq, None)
         self._tree.extend(seq, tokens)
 
+    def prove(self, seqs: Iterable[int]) -> None:
+        """What was copied to these sequences was there, whatever became of it since."""
+        for seq in seqs:
+            self._unproven.pop(seq, None)
+
     def lose(self, seq: int) -> None:
         """llama.cpp holds nothing of the sequence any more."""
-        if copied := self._unproven.pop(seq, None):
+        copied = self._unproven.pop(seq, None)
+        if copied and self.reuse is Reuse.PREFIX:  # a state is whole, or was lost otherwise
             self._spoilt[copied.seq] = max(copied.n, self._spoilt.get(copied.seq, 0))
         self._tree.drop(seq)
         heirs = [op for op in self._ops if isinstance(op, Copy) and op.src == seq]
@@ -162,6 +168,7 @@ class Pool:
             if isinstance(op, Copy) and op.src in unsure:
                 unsure.add(op.dst)
         sure = [op for op in self._ops if _target(op) not in unsure]
+        self.prove(unsure)
         for seq in unsure:
             self.lose(seq)
         self._ops = [*map(Drop, sorted(unsure)), *sure]
@@ -298,8 +305,11 @@ class Pool:
         """Take the states in that a step has saved."""
         for key, state in states.items():
             assert self._shelf is not None
-            snapshot = Snapshot(self._saving.pop(key), state)
+            snapshot = Snapshot(self._saving[key], state)
             self._leaving += self._shelf.put(snapshot)
+        # What was planned and is not among them could not be saved.
+        to_come = {op.key for op in self._ops if isinstance(op, Save)}
+        self._saving = {key: tokens for key, tokens in self._saving.items() if key in to_come}
 
     def add_stored(self, tokens: Sequence[int]) -> int:
         """Know of a snapshot on disk; return its key."""

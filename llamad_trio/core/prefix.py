@@ -179,22 +179,6 @@ class PrefixTree:
         node.tokens.extend(tokens)
         self._size += len(tokens)
 
-    def truncate(self, seq: int, n: int) -> None:
-        """Keep the first `n` tokens of a sequence."""
-        node = self._ends[seq]
-        if node.end <= n:
-            return
-        node.seqs.discard(seq)
-        while node.start >= n and node.parent is not None:
-            node = self._prune(node)
-        if node.end > n:
-            if node.seqs or node.children:
-                node = self._split(node, n)
-            else:
-                self._size -= node.end - n
-                del node.tokens[n - node.start :]
-        self._settle(seq, node)
-
     def drop(self, seq: int) -> None:
         """Forget a sequence, known or not."""
         if (node := self._ends.pop(seq, None)) is None:

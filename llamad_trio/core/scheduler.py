@@ -51,7 +51,7 @@ HEADROOM_TOKENS = 32
 """Free cells asked for beyond the prompt at admission: enough that a request is not
 preempted in its first moments, little enough that a high `max_tokens` costs nothing."""
 
-MIN_SHARED_TOKENS = 16
+MIN_SHARED_TOKENS = 8
 """A request waits for another's prefill only when it saves at least this much of its own."""
 
 
@@ -368,6 +368,7 @@ class Scheduler:
                 self._forget(result.cleared)
                 events += self._yield_room(plan)
             case StepStatus.FAILED:
+                self._pool.prove(work.seq for work in plan.work)
                 self._forget({*result.cleared, *(work.seq for work in plan.work)})
                 for work in plan.work:
                     events += self._fail(self._runs[work.request_id], InferenceError(result.reason))

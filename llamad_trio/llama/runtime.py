@@ -107,6 +107,7 @@ class LlamaRuntime:
             can_rewind=False,  # until the warm-up has shown it
             n_seqs=self._n_seqs(),
             identity="",  # until `identify`
+            n_window=lib.llama_model_n_swa(model.pointer),
         )
 
     def identify(self, model_sha256: str) -> None:

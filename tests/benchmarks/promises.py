@@ -45,7 +45,7 @@ async def prompt_of(eng: Engine, n_tokens: int, *, first: str = "") -> list[int]
 
 async def decode_ratio(model: str) -> dict[str, float]:
     """Decode tokens/s through `stream` against the raw loop, at 1, 4 and 8 requests."""
-    report = await run_bench(model, pairs=7)
+    report = await run_bench(model, pairs=5, prompt_tokens=32, n_tokens=64)
     return {f"at {row.concurrency}": row.decode_ratio for row in report.rows}
 
 

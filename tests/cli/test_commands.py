@@ -139,6 +139,20 @@ def test_bench_reports_ratios(tiny_model: TinyModels) -> None:
         assert row["ttft_s"] > 0
 
 
+def test_bench_tells_what_reusing_a_prefix_is_worth(tiny_model: TinyModels) -> None:
+    args = ("--prefix", "--json", "--prompt-tokens", "64", "--pairs", "1")
+    report = json.loads(run("bench", str(tiny_model("attention")), *args).stdout)
+    reused = {row["case"]: row["cached_tokens"] for row in report["rows"]}
+    assert reused == {
+        "cold": 0,
+        "warm, same prompt": 83,
+        "warm, changed suffix": 64,
+        "warm, beside the first": 83,
+        "restored from RAM": 83,
+        "restored from disk": 83,
+    }
+
+
 def test_help_and_import_load_neither_trio_nor_llama_cpp() -> None:
     code = (
         "import sys, llamad_trio, llamad_trio.cli\n"

@@ -217,6 +217,17 @@ def test_what_several_hold_on_to_can_still_give_way(reuse: Reuse) -> None:
     assert sorted(pool.open() for _ in range(4)) == [0, 1, 2, 3]
 
 
+def test_what_is_held_is_not_given_up_when_somebody_goes_on_from_it() -> None:
+    pool = pool_of()
+    held = computed(pool, 1, 2)
+    pool.hold(held, "holder")
+    seq = pool.open()
+    pool.share(Match(held, 2), seq)
+    pool.extend(seq, [3])
+    pool.close(seq, keep=False)
+    assert pool.find([1, 2, 4]) == Match(held, 2)
+
+
 def test_what_is_not_all_resident_cannot_be_held() -> None:
     pool = pool_of()
     retained(pool, 1, 2, 3)
@@ -252,8 +263,10 @@ def test_a_checkpoint_stays_where_it_was_made() -> None:
     assert found is not None
     assert (found.seq != seq, found.n) == (True, len(LONG))
     assert pool.take_ops() == (Copy(seq, found.seq, len(LONG)),)
-    pool.share(found, pool.open())
-    assert pool.find([*LONG, 9]) is not None, "it is not used up"
+    branch = pool.open()
+    pool.share(found, branch)
+    pool.extend(branch, [3])
+    assert pool.find([*LONG, 9]) == found, "it is not used up"
 
 
 @pytest.mark.parametrize("reuse", [Reuse.NOTHING, Reuse.PREFIX])
@@ -316,6 +329,31 @@ def test_a_retained_prefix_that_is_lost_gives_its_sequence_back() -> None:
     assert not pool.evict_all()
     assert pool.open() == seq
     assert pool.take_ops() == ()
+
+
+def test_what_was_to_be_copied_from_a_lost_sequence_is_lost_with_it() -> None:
+    pool = pool_of()
+    seq = computed(pool, 1, 2, 3)
+    assert pool.hold_resident("holder", [1, 2])
+    pool.lose(seq)
+    assert pool.in_use == 0
+    assert pool.take_ops() == ()
+    assert not pool.evict_all()
+
+
+def test_a_sequence_that_could_not_be_copied_is_trusted_again_with_new_tokens() -> None:
+    pool = pool_of(2)
+    bad = retained(pool, 1, 2, 3)
+    copy = pool.open()
+    pool.share(Match(bad, 2), copy)
+    pool.lose(copy)
+    pool.close(copy)
+    assert pool.find([1, 2, 9]) is None, "it would fail again"
+    assert pool.find([1, 2, 3, 9]) == Match(bad, 3), "more of it may do"
+    pool.evict()
+    new = computed(pool, 1, 2, 3)
+    assert new == bad
+    assert pool.find([1, 2, 9]) == Match(new, 2)
 
 
 def test_cells_held_by_some_count_shared_ones_once() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import count
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -37,14 +36,6 @@ class PrefixMachine(RuleBasedStateMachine):
         self.drop(dst)
         self.tree.copy(src, dst, n)
         self.held[dst] = self.held[src][:n]
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def truncate(self, data: st.DataObject) -> None:
-        seq = data.draw(st.sampled_from(sorted(self.held)))
-        n = data.draw(st.integers(0, len(self.held[seq]) + 1))
-        self.tree.truncate(seq, n)
-        del self.held[seq][n:]
 
     @rule(seq=SEQS)
     def drop(self, seq: int) -> None:
@@ -111,5 +102,3 @@ def test_an_unknown_sequence_holds_nothing() -> None:
     tree = PrefixTree()
     assert tree.length(3) == 0
     assert tree.match([1, 2], 2) is None
-    with pytest.raises(KeyError):
-        tree.truncate(3, 0)

@@ -152,6 +152,7 @@ def test_a_paused_one_makes_way_for_those_who_wait() -> None:
     books.plan()
     assert books.running == [other]
     assert books.preempted == [paused]
+    assert books.retained == [], "its cells are free"
 
 
 def test_a_paused_one_is_not_preempted_in_vain() -> None:

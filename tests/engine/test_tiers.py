@@ -1,0 +1,553 @@
+"""Prefixes that leave the pool come back from RAM and from disk, and are never wrong."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from llamad_trio import Request, open_engine
+from llamad_trio.actors.lane import Lane
+from llamad_trio.actors.store import MAX_WRITES, SnapshotStore
+from tests.engine.support import EXACT, held_steps, threads_of_ours, until, until_idle
+from tests.models import DECODER_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from llamad_trio import Completion, Engine
+    from tests.models import Kind, TinyModels
+
+PLENTY = 1 << 30
+N_CTX = 256
+N_PREFIX = 80
+
+kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
+
+
+def prefix(seed: int) -> list[int]:
+    """Tokens of letters."""
+    return random.Random(seed).choices(range(268, 294), k=N_PREFIX)
+
+
+def first(seed: int) -> Request:
+    """A request that leaves its prompt: the token it says is never computed."""
+    return Request(prefix(seed), max_tokens=1, temperature=0)
+
+
+def second(seed: int) -> Request:
+    """One that goes on from there, with what no model says by itself."""
+    return Request([*prefix(seed), *[5] * 10], max_tokens=12, temperature=0)
+
+
+CROWD = Request([280] * 240, max_tokens=2, temperature=0)
+"""It needs nearly all of the pool."""
+
+
+def opened(
+    path: Path, *, folder: Path | None = None, ram: int = 0, **settings: Any
+) -> AbstractAsyncContextManager[Engine]:
+    return open_engine(
+        path,
+        EXACT,
+        n_ctx=N_CTX,
+        n_slots=2,
+        prompt_cache_ram_bytes=ram,
+        prompt_cache_dir=folder,
+        prompt_cache_disk_bytes=PLENTY if folder else 0,
+        **settings,
+    )
+
+
+async def cold(path: Path, seed: int = 1) -> str:
+    """What the second request says where nothing is reused."""
+    async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
+        done = await engine.complete(second(seed))
+        assert done.cached_tokens == 0
+        return done.text
+
+
+async def leave_prefix(path: Path, folder: Path, seed: int = 1) -> None:
+    """Let an engine come and go that leaves a prefix on disk."""
+    async with opened(path, folder=folder) as engine:
+        await engine.complete(first(seed))
+    assert files_in(folder)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.kv"))
+
+
+def all_files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def knows(engine: Engine, asked: Request) -> bool:
+    """Whether RAM or disk hold what the request begins with."""
+    found = engine._decode.scheduler._pool.find_shelved(asked.prompt)  # type: ignore[arg-type]
+    return found is not None and found.n == N_PREFIX
+
+
+def warnings(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    messages = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    return [message for message in messages if part in message]
+
+
+class Disk:
+    """A disk that can be made to hang."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self._go = threading.Event()
+
+    def go_on(self) -> None:
+        self._go.set()
+
+    def hang(self) -> None:
+        self.begun.set()
+        assert self._go.wait(timeout=60)
+
+
+@contextmanager
+def hanging(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Disk]:
+    """Make every `read` or `write` wait until the disk is told to go on."""
+    disk = Disk()
+    real: Callable[..., object] = getattr(SnapshotStore, name)
+
+    def slow(*args: object) -> object:
+        disk.hang()
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotStore, name, slow)
+        try:
+            yield disk
+        finally:
+            disk.go_on()
+
+
+# -- they come back -------------------------------------------------------------------------
+
+
+@kinds
+async def test_what_left_the_pool_comes_back_from_ram(tiny_model: TinyModels, kind: Kind) -> None:
+    path = tiny_model(kind)
+    expected = await cold(path)
+    async with opened(path, ram=PLENTY) as engine:
+        await engine.complete(first(1))
+        await engine.complete(CROWD)
+        assert engine.resident(prefix(1)) == 0
+        done = await engine.complete(second(1))
+        assert done.cached_tokens == N_PREFIX
+        assert done.text == expected
+        assert engine.stats().cached_tokens == N_PREFIX
+
+
+@kinds
+async def test_without_ram_what_left_the_pool_is_computed_again(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    path = tiny_model(kind)
+    async with opened(path) as engine:
+        for asked in (first(1), CROWD):
+            await engine.complete(asked)
+        done = await engine.complete(second(1))
+    assert done.cached_tokens == 0
+    assert done.text == await cold(path)
+
+
+@kinds
+async def test_what_was_known_is_known_after_a_restart(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    expected = await cold(path)
+    await leave_prefix(path, tmp_path)
+    for _ in range(3):
+        async with opened(path, folder=tmp_path) as engine:
+            done = await engine.complete(second(1))
+            # Next time all of this prompt is known, but for its last token.
+            assert done.cached_tokens in {N_PREFIX, done.prompt_tokens - 1}
+            assert done.text == expected
+
+
+@kinds
+async def test_what_left_the_pool_comes_back_from_disk(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    async with opened(path, folder=tmp_path) as engine:
+        for asked in (first(1), CROWD):
+            await engine.complete(asked)
+        await until(lambda: knows(engine, second(1)))
+        done = await engine.complete(second(1))
+    assert done.cached_tokens == N_PREFIX
+    assert done.text == await cold(path)
+
+
+@kinds
+async def test_a_part_of_what_was_kept_is_of_use_where_all_of_it_was_written(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    asked = Request([*prefix(1)[:50], *[5] * 20], max_tokens=12, temperature=0)
+    await leave_prefix(path, tmp_path)
+    async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
+        expected = await engine.complete_text(asked)
+    async with opened(path, folder=tmp_path) as engine:
+        done = await engine.complete(asked)
+        assert done.cached_tokens == (50 if kind == "attention" else 0)
+        assert done.text == expected
+        assert engine.stats().aborted_steps == 0  # what is of no use is not tried
+
+
+@kinds
+async def test_many_prefixes_take_turns_in_a_pool_that_is_too_small(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
+        expected = {seed: await engine.complete_text(second(seed)) for seed in range(6)}
+    async with opened(path, folder=tmp_path, ram=PLENTY) as engine:
+        for seed in range(6):
+            await engine.complete(first(seed))
+        texts: dict[int, Completion] = {}
+
+        async def ask(seed: int) -> None:
+            texts[seed] = await engine.complete(second(seed))
+
+        async with trio.open_nursery() as nursery:
+            for seed in range(6):
+                nursery.start_soon(ask, seed)
+    assert {seed: done.text for seed, done in texts.items()} == expected
+    # Who is admitted together with another, for whom its prefix leaves, cannot wait for it.
+    cached = [done.cached_tokens for done in texts.values()]
+    assert set(cached) <= {0, N_PREFIX}
+    assert cached.count(N_PREFIX) >= 3
+
+
+# -- and only where they belong -------------------------------------------------------------
+
+
+async def test_nothing_crosses_from_one_identity_to_another(
+    tiny_model: TinyModels, tmp_path: Path
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    files = files_in(tmp_path)
+    others: list[tuple[Path, dict[str, Any]]] = [
+        (tiny_model("attention", seed=1), {}),
+        (tiny_model("attention", chat_template="{{ messages[0].content }}"), {}),
+        (path, {"type_k": "f16"}),
+        (path, {"type_v": "f16"}),
+        (path, {"rope_freq_base": 20_000.0}),
+        (path, {"rope_freq_scale": 0.5}),
+        (path, {"flash_attn": True}),
+    ]
+    identities = set()
+    for other, settings in others:
+        async with opened(other, folder=tmp_path / "none", **settings) as engine:
+            expected = await engine.complete(second(1))
+            identities.add(engine.info.identity)
+        async with opened(other, folder=tmp_path, **settings) as engine:
+            done = await engine.complete(second(1))
+        assert done.cached_tokens == 0
+        assert done.text == expected.text
+    assert len(identities) == len(others)
+    assert set(files) < set(files_in(tmp_path))
+    async with opened(path, folder=tmp_path) as engine:
+        assert engine.info.identity not in identities
+        assert (await engine.complete(second(1))).cached_tokens == N_PREFIX
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def rot(data: bytes) -> bytes:
+    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+
+
+@kinds
+@pytest.mark.parametrize("spoil", [cut, rot])
+async def test_a_file_that_went_bad_costs_nothing_but_the_reuse(
+    tiny_model: TinyModels,
+    kind: Kind,
+    tmp_path: Path,
+    spoil: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tiny_model(kind)
+    await leave_prefix(path, tmp_path)
+    files = files_in(tmp_path)
+    for file in files:
+        file.write_bytes(spoil(file.read_bytes()))
+    async with opened(path, folder=tmp_path) as engine:
+        done = await engine.complete(second(1))
+        assert warnings(caplog, "is removed")
+        await engine.complete(first(1))
+    assert done.cached_tokens == 0
+    assert done.text == await cold(path)
+    async with opened(path, folder=tmp_path) as engine:  # what took its place is good
+        assert (await engine.complete(second(1))).cached_tokens >= N_PREFIX
+
+
+async def test_a_file_that_vanishes_costs_nothing_but_the_reuse(
+    tiny_model: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    async with opened(path, folder=tmp_path) as engine:
+        for file in files_in(tmp_path):
+            file.unlink()
+        done = await engine.complete(second(1))
+    assert done.cached_tokens == 0
+    assert done.text == await cold(path)
+    assert warnings(caplog, "snapshot") == []
+
+
+async def test_requests_that_wait_for_a_file_that_turns_out_bad_go_on_without(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    done: list[Completion] = []
+
+    async def ask(engine: Engine) -> None:
+        done.append(await engine.complete(second(1)))
+
+    async with opened(path, folder=tmp_path) as engine:
+        with hanging(monkeypatch, "read") as disk:
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(ask, engine)
+                await until(disk.begun.is_set)
+                for file in files_in(tmp_path):
+                    file.write_bytes(rot(file.read_bytes()))
+                disk.go_on()
+    assert {each.text for each in done} == {await cold(path)}
+    assert min(each.cached_tokens for each in done) == 0
+
+
+@kinds
+async def test_two_engines_share_a_directory(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    async with opened(path, folder=tmp_path) as one, opened(path, folder=tmp_path) as other:
+        async with trio.open_nursery() as nursery:
+            for engine in (one, other):
+                for asked in (first(1), first(2), CROWD):
+                    nursery.start_soon(engine.complete, asked)
+        assert (await one.complete(second(1))).text == await cold(path)
+    for seed in (1, 2):
+        async with opened(path, folder=tmp_path) as engine:
+            done = await engine.complete(second(seed))
+            assert done.cached_tokens >= N_PREFIX
+            assert done.text == await cold(path, seed)
+
+
+# -- waiting for a disk ---------------------------------------------------------------------
+
+
+async def test_who_leaves_while_a_file_is_read_leaves_at_once_and_the_rest_go_on(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    async with opened(path, folder=tmp_path) as engine:
+        with hanging(monkeypatch, "read") as disk:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.complete, second(1))
+                await until(disk.begun.is_set)
+                # Somebody else is served meanwhile.
+                assert (await engine.complete(first(2))).generated_tokens == 1
+                nursery.cancel_scope.cancel()
+            await until_idle(engine)
+            assert engine.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
+            disk.go_on()
+        done = await engine.complete(second(1))
+    assert done.cached_tokens == N_PREFIX
+    assert done.text == await cold(path)
+
+
+async def test_an_engine_closes_while_a_file_is_read(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    with hanging(monkeypatch, "read") as disk:
+        async with trio.open_nursery() as nursery:
+
+            async def ask() -> None:
+                async with opened(path, folder=tmp_path) as engine:
+                    await engine.complete(second(1))
+
+            nursery.start_soon(ask)
+            await until(disk.begun.is_set)
+            nursery.cancel_scope.cancel()
+            disk.go_on()
+    assert threads_of_ours() == []
+    async with opened(path, folder=tmp_path) as engine:
+        assert (await engine.complete(second(1))).cached_tokens == N_PREFIX
+
+
+async def test_an_engine_closes_while_a_file_is_written_and_loses_nothing(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention")
+    with hanging(monkeypatch, "write") as disk:
+        async with opened(path, folder=tmp_path) as engine:
+            for seed in (1, 2):
+                for asked in (first(seed), CROWD):
+                    await engine.complete(asked)
+            await until(disk.begun.is_set)
+            disk.go_on()
+    assert threads_of_ours() == []
+    for seed in (1, 2):
+        async with opened(path, folder=tmp_path) as engine:
+            assert (await engine.complete(second(seed))).cached_tokens == N_PREFIX
+
+
+async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention")
+    with hanging(monkeypatch, "write") as disk:
+        async with opened(path, folder=tmp_path) as engine:
+            for seed in range(2, 3 * MAX_WRITES):
+                assert (await engine.complete(first(seed))).generated_tokens == 1
+            assert disk.begun.is_set()
+            store = engine._decode._store
+            assert store is not None
+            assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
+            shelf = engine._decode.scheduler._pool._shelf
+            assert shelf is not None
+            assert shelf.n_bytes == 0
+            disk.go_on()
+    assert files_in(tmp_path)
+
+
+# -- closing ---------------------------------------------------------------------------------
+
+
+@kinds
+async def test_an_engine_that_closes_in_the_middle_of_a_step_keeps_nothing_wrong(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model(kind)
+    with held_steps(monkeypatch) as steps:
+        steps.let_go()
+        async with opened(path, folder=tmp_path) as engine, trio.open_nursery() as nursery:
+            await engine.complete(first(1))
+            for asked in (first(2), second(1)):
+                nursery.start_soon(engine.complete, asked)
+            await until(lambda: engine.stats().slots["free"] < 2)
+            nursery.cancel_scope.cancel()
+    async with opened(path, folder=tmp_path) as engine:
+        for seed in (1, 2):
+            assert await engine.complete_text(second(seed)) == await cold(path, seed)
+
+
+@kinds
+async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
+    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+) -> None:
+    path = tiny_model(kind)
+    lane, go = Lane(), threading.Event()
+    begun = threading.Event()
+
+    def occupy() -> None:
+        begun.set()
+        assert go.wait(timeout=60)
+
+    async def free_the_lane(engine: Engine) -> None:
+        await until(lambda: engine._decode.closed is not None)
+        go.set()
+
+    async with (
+        lane.hosted(),
+        trio.open_nursery() as busy,
+        opened(path, folder=tmp_path, lane=lane) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        done = await engine.complete(first(1))
+        said = await engine.tokenize(done.text)
+        busy.start_soon(lambda: lane.run(occupy, abort=lambda: None))
+        await until(begun.is_set)
+        longer = Request([*prefix(1), *said, *[5] * 20], max_tokens=4)
+        nursery.start_soon(engine.complete, longer)
+        await until(lambda: engine._decode.scheduler._plan is not None)
+        # Its turn comes when the engine is closed.
+        busy.start_soon(free_the_lane, engine)
+        nursery.cancel_scope.cancel()
+    async with opened(path, folder=tmp_path) as engine:
+        assert await engine.complete_text(second(1)) == await cold(path)
+
+
+# -- nothing to keep them in ----------------------------------------------------------------
+
+
+@kinds
+async def test_ram_too_small_for_anything_is_as_none(tiny_model: TinyModels, kind: Kind) -> None:
+    path = tiny_model(kind)
+    async with opened(path, ram=1) as engine:
+        for asked in (first(1), CROWD):
+            await engine.complete(asked)
+        done = await engine.complete(second(1))
+    assert done.cached_tokens == 0
+    assert done.text == await cold(path)
+
+
+async def test_without_the_kv_cache_there_are_no_tiers(
+    tiny_model: TinyModels, tmp_path: Path
+) -> None:
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    files = {file: file.read_bytes() for file in files_in(tmp_path)}
+    async with opened(path, folder=tmp_path, ram=PLENTY, kv_cache=False) as engine:
+        for asked in (first(1), CROWD, second(1), second(1)):
+            assert (await engine.complete(asked)).cached_tokens == 0
+    assert {file: file.read_bytes() for file in files_in(tmp_path)} == files
+
+
+async def test_a_directory_that_cannot_be_is_as_none_with_one_warning(
+    tiny_model: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, folder = tiny_model("attention"), tmp_path / "file"
+    folder.write_text("in the way")
+    async with opened(path, folder=folder) as engine:
+        for seed in (1, 2, 3):
+            for asked in (first(seed), CROWD):
+                assert (await engine.complete(asked)).generated_tokens > 0
+    assert len(warnings(caplog, str(folder))) == 1
+    assert folder.read_text() == "in the way"
+
+
+async def test_a_full_disk_is_as_none_with_one_warning(
+    tiny_model: TinyModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tiny_model("attention")
+    monkeypatch.setattr(os, "fsync", full)
+    async with opened(path, folder=tmp_path) as engine:
+        for seed in (1, 2, 3):
+            for asked in (first(seed), CROWD):
+                assert (await engine.complete(asked)).generated_tokens > 0
+        assert await engine.complete_text(second(1)) == await cold(path)
+    assert len(warnings(caplog, str(tmp_path))) == 1
+    assert all_files_in(tmp_path) == []
