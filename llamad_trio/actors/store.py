@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,9 @@ MAX_WRITES = 8
 
 MAX_READS = 512
 """A slot waits for one at most, and there are no more slots."""
+
+ABANDONED_S = 3600
+"""No snapshot takes an hour to write."""
 
 SUFFIX = ".kv"
 TEMPORARY = ".writing"
@@ -74,7 +78,7 @@ class SnapshotStore:
             return []
         self._remove_abandoned()
         found = []
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        for path in sorted(p for p in self._folder.glob(f"*{SUFFIX}") if p.is_file()):
             try:
                 found.append((path, self._read_tokens(path)))
             except FileNotFoundError:
@@ -150,7 +154,7 @@ class SnapshotStore:
         """Remove what processes that were killed have left half written."""
         for path in self._folder.glob(f"*{TEMPORARY}"):
             owner = path.name.split("-")[0]
-            if not (owner.isdecimal() and _is_alive(int(owner))):
+            if not (owner.isdecimal() and _is_alive(int(owner))) or _is_old(path):
                 _unlink(path)
 
     def _keep_within(self, newest: Path) -> None:
@@ -268,6 +272,14 @@ def _unlink(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_old(path: Path) -> bool:
+    """Whether nobody can be writing it any more, though a process has its writer's number."""
+    try:
+        return time.time() - path.stat().st_mtime > ABANDONED_S
+    except OSError:
+        return False
 
 
 def _is_alive(pid: int) -> bool:

@@ -481,3 +481,17 @@ def test_a_snapshot_in_the_folder_of_another_identity_is_not_taken(tmp_path: Pat
     stray.write_bytes(b"".join(encode(snapshot(9), manifest=OTHERS)))
     assert store.scan() == [(path, (1,))]
     assert not stray.exists()
+
+
+def test_what_was_left_half_written_long_ago_is_removed_whoever_has_its_number_now(
+    tmp_path: Path,
+) -> None:
+    store = SnapshotStore(tmp_path, "5c" * 32, max_bytes=1 << 20)
+    store.scan()
+    (folder,) = tmp_path.iterdir()
+    old, new = folder / f"{os.getpid()}-a.writing", folder / f"{os.getpid()}-b.writing"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    store.scan()
+    assert [path.name for path in folder.iterdir()] == [new.name]

@@ -454,11 +454,11 @@ def test_followers_wait_in_their_slots_while_others_run() -> None:
 
 def test_nobody_waits_for_a_few_tokens() -> None:
     books = CheckedScheduler(n_ctx=400)
-    books.submit([*SHARED[:15], *A])
-    books.submit([*SHARED[:15], *B])
+    books.submit([*SHARED[:7], *A])
+    books.submit([*SHARED[:7], *B])
     plan = books.plan()
     assert plan is not None
-    assert [len(w.tokens) for w in plan.work] == [35, 29]
+    assert [len(w.tokens) for w in plan.work] == [27, 27]
 
 
 def test_followers_go_on_when_the_leader_is_cancelled() -> None:

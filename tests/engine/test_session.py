@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -575,22 +576,29 @@ async def test_a_session_closed_while_it_prefills_holds_nothing(
 async def test_a_prefill_cancelled_with_its_session_holds_nothing(
     exact: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun, go = threading.Event(), threading.Event()
+    run_step = LlamaRuntime.step
+
+    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        if len(plan.work) == 2:
+            begun.set()
+            assert go.wait(timeout=60)
+        return run_step(runtime, plan)
+
     async def prefill() -> None:
         async with exact.session() as session:
             await session.ensure_prefix(PREFIX)
 
-    async with trio.open_nursery() as nursery, exact.stream("the cat", max_tokens=400) as other:
+    monkeypatch.setattr(LlamaRuntime, "step", step)
+    async with exact.stream("the cat", max_tokens=200) as other:
         await other.receive()
-        with held_steps(monkeypatch) as steps:
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as inner:
-                    inner.start_soon(prefill)
-                    await until(lambda: exact.stats().slots["prefill"] == 1)
-                    await until(steps.begun.is_set)
-                    scope.cancel()
-            steps.let_go()  # the step is shared: it is not aborted, and completes the prefill
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(prefill)
+            await until(begun.is_set)
+            nursery.cancel_scope.cancel()
+        go.set()  # the step is shared: it is not aborted, and completes the prefill
         await other.result()
-        nursery.cancel_scope.cancel()
+    assert exact.stats().aborted_steps == 0
     assert exact._decode.scheduler._pool._held == {}
 
 

@@ -54,12 +54,12 @@ CROWD = Request([280] * 240, max_tokens=2, temperature=0)
 
 
 def opened(
-    path: Path, *, folder: Path | None = None, ram: int = 0, **settings: Any
+    path: Path, n_ctx: int = N_CTX, *, folder: Path | None = None, ram: int = 0, **settings: Any
 ) -> AbstractAsyncContextManager[Engine]:
     return open_engine(
         path,
         EXACT,
-        n_ctx=N_CTX,
+        n_ctx=n_ctx,
         n_slots=2,
         prompt_cache_ram_bytes=ram,
         prompt_cache_dir=folder,
@@ -463,8 +463,8 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
     tiny_model: TinyModels, kind: Kind, tmp_path: Path
 ) -> None:
     path = tiny_model(kind)
-    lane, go = Lane(), threading.Event()
-    begun = threading.Event()
+    lane = Lane()
+    begun, go = threading.Event(), threading.Event()
 
     def occupy() -> None:
         begun.set()
@@ -477,21 +477,24 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
     async with (
         lane.hosted(),
         trio.open_nursery() as busy,
-        opened(path, folder=tmp_path, lane=lane) as engine,
+        opened(path, n_ctx=2048, folder=tmp_path, lane=lane) as engine,
         trio.open_nursery() as nursery,
     ):
-        done = await engine.complete(first(1))
-        said = await engine.tokenize(done.text)
+        # A prefix for every sequence: the first one is to give its own to the last request,
+        # which goes on from all of the newest.
+        n_seqs = engine._runtime.facts.n_seqs
+        for seed in range(n_seqs):
+            await engine.complete(first(seed))
         busy.start_soon(lambda: lane.run(occupy, abort=lambda: None))
         await until(begun.is_set)
-        longer = Request([*prefix(1), *said, *[5] * 20], max_tokens=4)
-        nursery.start_soon(engine.complete, longer)
+        nursery.start_soon(engine.complete, second(n_seqs - 1))
         await until(lambda: engine._decode.scheduler._plan is not None)
         # Its turn comes when the engine is closed.
         busy.start_soon(free_the_lane, engine)
         nursery.cancel_scope.cancel()
-    async with opened(path, folder=tmp_path) as engine:
-        assert await engine.complete_text(second(1)) == await cold(path)
+    async with opened(path, n_ctx=2048, folder=tmp_path) as engine:
+        for seed in (0, n_seqs - 1):
+            assert await engine.complete_text(second(seed)) == await cold(path, seed)
 
 
 # -- nothing to keep them in ----------------------------------------------------------------
