@@ -423,7 +423,8 @@ async def run_engine(
         try:
             yield Engine(runtime, config, decode, preprocessor, to_preprocess)
         finally:
-            decode.closed = decode.closed or EngineClosed()
+            # Here and not when the actor is cancelled: nobody sees a half-closed engine.
+            decode.close(EngineClosed())
 
 
 def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf | None:

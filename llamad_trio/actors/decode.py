@@ -94,6 +94,21 @@ class DecodeActor:
             self._runtime.request_abort()
         self.ring()
 
+    def close(self, error: LlamadError) -> None:
+        """Take nothing any more; every request still without an outcome gets this error.
+
+        Called again, it does nothing.
+        """
+        if self.closed is not None:
+            return
+        self.closed = error
+        self._inbox.close()
+        self.scheduler.fail_all(error)
+        for ticket in self._tickets.values():
+            self.outcomes["failed"] += 1
+            ticket.fail(copy.copy(error))
+        self._tickets.clear()
+
     def closed_error(self) -> LlamadError:
         """Why the engine takes nothing any more: a copy, to be raised by one task."""
         return EngineClosed() if self.closed is None else copy.copy(self.closed)
@@ -116,7 +131,7 @@ class DecodeActor:
             orderly = True
             raise
         finally:
-            self._close(end)
+            self.close(end)
             if orderly and self._store is not None:
                 # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
                 with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
@@ -124,6 +139,7 @@ class DecodeActor:
 
     async def _run_steps(self) -> None:
         while True:
+            await trio.lowlevel.checkpoint_if_cancelled()  # a block may end before this begins
             self._bell = trio.Event()
             self._take_arrivals()
             plan = self.scheduler.plan()
@@ -187,13 +203,3 @@ class DecodeActor:
                 case Failed(id=ticket_id, error=error):
                     self.outcomes["failed"] += 1
                     self._tickets.pop(ticket_id).fail(error)
-
-    def _close(self, error: LlamadError) -> None:
-        """Every request still without an outcome gets this one."""
-        self.closed = error
-        self._inbox.close()
-        self.scheduler.fail_all(error)
-        for ticket in self._tickets.values():
-            self.outcomes["failed"] += 1
-            ticket.fail(copy.copy(error))
-        self._tickets.clear()

@@ -24,9 +24,10 @@ class ModelFacts:
     """What a model says of itself.  Sizes in bytes, lengths in tokens.
 
     `max_bytes_per_token` is the most text one token can stand for, `None` if unknown.
-    `n_window` is how far the shortest sliding window reaches back, 0 without one: a saved state
-    holds no more than that before its end.  `n_seqs` is the number of sequences its context has; more than slots, if any is to be
-    retained.  `identity` is a digest of everything that decides what its KV cache means.
+    `n_window` is how far the shortest sliding window reaches back, 0 without one: a saved
+    state holds no more than that before its end.  `n_seqs` is the number of sequences its
+    context has: more than slots, if any is to be retained.  `identity` is a digest of
+    everything that decides what its KV cache means.
     """
 
     architecture: str

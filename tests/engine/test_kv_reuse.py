@@ -118,8 +118,10 @@ async def test_requests_that_arrive_together_compute_what_they_share_once(
     tiny_model: TinyModels, kind: Kind
 ) -> None:
     shared = some_tokens(1000)
+    # Each goes on with a token of its own, so that no two share any more, in whatever order.
     asked = [
-        Request(shared + some_tokens(20, n), max_tokens=10, temperature=0) for n in range(1, 9)
+        Request([*shared, 261 + n, *some_tokens(19, n)], max_tokens=10, temperature=0)
+        for n in range(1, 9)
     ]
     async with open_engine(tiny_model(kind), EXACT, n_slots=8, kv_cache=False) as engine:
         alone = [await engine.complete_text(request) for request in asked]
