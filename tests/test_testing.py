@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from llamad_trio import InferenceError, ProtocolError, SessionFatal
+from llamad_trio import Engine, EngineClosed, InferenceError, ProtocolError, SessionFatal
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 
 
@@ -118,3 +118,24 @@ async def test_a_stream_closed_in_its_block_stops_the_work(
             assert await eng.complete_text("q", raw=True, max_tokens=3) == "xxx"
             assert eng.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
         assert eng.stats().requests["cancelled"] == 1
+
+
+async def test_a_block_that_ends_with_a_result_on_its_way_closes_cleanly(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("x" * 100, decode_s=1.0)
+    for delay in (0.0, 1.0, 2.0):  # steps end at the very moments the block does
+        async with trio.open_nursery() as nursery:
+            failures: list[Exception] = []
+
+            async def ask(eng: Engine, failures: list[Exception] = failures) -> None:
+                try:
+                    await eng.complete("p", raw=True)
+                except EngineClosed as error:
+                    failures.append(error)
+
+            async with open_scripted_engine(model) as eng:
+                for _ in range(3):
+                    nursery.start_soon(ask, eng)
+                await trio.sleep(delay)
+        assert len(failures) == 3

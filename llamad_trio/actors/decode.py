@@ -148,6 +148,8 @@ class DecodeActor:
                 await self._bell.wait()
                 continue
             result = await self._step(plan)
+            # Closed meanwhile, with the result already on its way: the books are closed, too.
+            await trio.lowlevel.checkpoint_if_cancelled()
             self._stamp(result)
             self._deliver(self.scheduler.apply(result))
 
