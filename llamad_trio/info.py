@@ -24,7 +24,8 @@ class ModelInfo:
         has_template: whether it brings a chat template.
         chat_template: that template (Jinja).
         can_rewind: whether its memory can go back to an earlier token.  Where it cannot
-            (recurrent and hybrid models), nothing is reused between requests.
+            (recurrent and hybrid models), a prompt is reused only when the whole of what
+            was computed is continued.
         identity: digest of everything that decides what its KV cache means.
     """
 

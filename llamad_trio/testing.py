@@ -89,7 +89,6 @@ class ScriptedModel:
             chat_template=chat_template,
             bos_text="",
             eos_text="",
-            adds_bos=False,
             max_bytes_per_token=4,
             can_rewind=can_rewind,
             n_seqs=0,

@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import open_plain_nursery, shielded
 from llamad_trio.actors.store import SnapshotStore, StoreActor
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.core.errors import EngineClosed, LlamadError
@@ -102,7 +102,6 @@ class DecodeActor:
         if self.closed is not None:
             return
         self.closed = error
-        self._inbox.close()
         self.scheduler.fail_all(error)
         for ticket in self._tickets.values():
             self.outcomes["failed"] += 1
@@ -133,8 +132,7 @@ class DecodeActor:
         finally:
             self.close(end)
             if orderly and self._store is not None:
-                # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
-                with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
+                with shielded():
                     await self._save_all(self._store)
 
     async def _run_steps(self) -> None:

@@ -18,7 +18,7 @@ import outcome
 import trio
 from trio.lowlevel import RunVar
 
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import open_plain_nursery, shielded
 
 __all__ = ["Lane", "shared_lane"]
 
@@ -118,8 +118,7 @@ class Lane:
         except BaseException:
             item.withdrawn = True
             abort()
-            # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
-            with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
+            with shielded():
                 await bell.rung()
             raise
         finally:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
+from llamad_trio.actors.nursery import shielded
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
@@ -55,8 +56,7 @@ async def loaded_model(
         await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield loaded
     finally:
-        # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
-        with trio.CancelScope(shield=True):  # pyright: ignore[reportCallIssue]
+        with shielded():
             await trio.to_thread.run_sync(runtime.close, limiter=limiter)
 
 

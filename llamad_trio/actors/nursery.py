@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-__all__ = ["open_plain_nursery"]
+__all__ = ["open_plain_nursery", "shielded"]
 
 
 @asynccontextmanager
@@ -37,6 +37,12 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
             # Cancelled was filtered out of the group: what is left is a crashed task.
             raise group.exceptions[0] from group.exceptions[0].__cause__
         raise
+
+
+def shielded() -> trio.CancelScope:
+    """A scope that no cancel from outside reaches: for what must be waited for."""
+    # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
+    return trio.CancelScope(shield=True)  # pyright: ignore[reportCallIssue]
 
 
 def _holds_cancelled(error: BaseException) -> bool:

@@ -54,7 +54,7 @@ def _print_table(info: ModelInfo) -> None:
         "vocabulary": f"{info.n_vocab:,} tokens",
         "trained context": f"{info.n_ctx_train:,} tokens",
         "chat template": "yes (see --template)" if info.has_template else "none: prompts are raw",
-        "can rewind": "yes" if info.can_rewind else "no: nothing is reused between requests",
+        "can rewind": "yes" if info.can_rewind else "no: only whole prompts and replies are reused",
         "identity": info.identity,
     }
     for name, value in rows.items():

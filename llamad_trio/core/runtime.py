@@ -40,7 +40,6 @@ class ModelFacts:
     chat_template: str | None
     bos_text: str
     eos_text: str
-    adds_bos: bool
     max_bytes_per_token: int | None
     can_rewind: bool
     n_seqs: int

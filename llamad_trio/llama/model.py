@@ -194,11 +194,6 @@ class Model:
         """Whether the model wants every prompt to begin with BOS."""
         return bool(lib.llama_vocab_get_add_bos(self._vocab))
 
-    @property
-    def bos_token(self) -> int:
-        """The BOS token, or -1."""
-        return int(lib.llama_vocab_bos(self._vocab))
-
     @cached_property
     def max_bytes_per_token(self) -> int | None:
         """Most bytes of text that one token can stand for; `None` if there is no bound."""

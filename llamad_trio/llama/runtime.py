@@ -102,7 +102,6 @@ class LlamaRuntime:
             chat_template=model.chat_template,
             bos_text=model.bos_text,
             eos_text=model.eos_text,
-            adds_bos=model.adds_bos,
             max_bytes_per_token=model.max_bytes_per_token,
             can_rewind=False,  # until the warm-up has shown it
             n_seqs=self._n_seqs(),
