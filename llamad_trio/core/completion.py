@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Generic, Literal
 
 import attrs
+from typing_extensions import TypeVar
 
-__all__ = ["Completion", "FinishReason"]
+from llamad_trio.core.tools import ToolCall
+
+__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob"]
 
 FinishReason = Literal["stop", "length"]
 
+ValueT_co = TypeVar("ValueT_co", covariant=True, default=Any)
+
+
+@attrs.frozen
+class TokenLogprob:
+    """How likely a token was to the model, before constraint, penalties and temperature.
+
+    Attributes:
+        token: its id.
+        piece: the bytes it stands for, which need not be whole characters.
+        logprob: natural logarithm of its probability.
+        top: the likeliest tokens in its place, likeliest first; empty in these themselves.
+    """
+
+    token: int
+    piece: bytes
+    logprob: float
+    top: Sequence[TokenLogprob] = ()
+
+    @property
+    def text(self) -> str:
+        """The piece as text; what is no whole character becomes U+FFFD."""
+        return self.piece.decode(errors="replace")
+
 
 @attrs.frozen(kw_only=True)
-class Completion:
+class Choice:
+    """The likeliest of several texts.
+
+    Attributes:
+        text: the option.
+        index: its place among the options.
+        probabilities: of each option, in their order; they add up to 1.
+    """
+
+    text: str
+    index: int
+    probabilities: Sequence[float]
+
+
+@attrs.frozen(kw_only=True)
+class Completion(Generic[ValueT_co]):
     """The end of one request.
 
     Attributes:
-        text: everything generated, up to and without the stop sequence.
+        text: the answer: everything generated, up to and without the stop sequence, and
+            without what is reasoning or a tool call.
         prompt_tokens: length of the templated prompt.
         generated_tokens: tokens sampled, the one that ended the generation included.
-        finish_reason: `"stop"` (end of generation or a stop sequence) or `"length"`.
+        finish_reason: `"stop"` (end of generation, a stop sequence, or a constraint that
+            is complete) or `"length"`.
         stop_sequence: the stop sequence that matched, if one did.
         cached_tokens: prompt tokens whose KV was reused instead of computed.
         ttft_s: seconds from submission to the first token.
         duration_s: seconds from submission to the end.
+        value: the text as data, where the request asked for a type or a JSON schema;
+            `None` if it was cut off.
+        reasoning: what the model thought before it answered, where its template has that.
+        tool_calls: what the model called.
+        unfinished: the text of a tool call that was cut off.
+        logprobs: of each generated token, where the request asked for them.
     """
 
     text: str
@@ -34,3 +85,8 @@ class Completion:
     cached_tokens: int = 0
     ttft_s: float = 0.0
     duration_s: float = 0.0
+    value: ValueT_co | None = None
+    reasoning: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    unfinished: str = ""
+    logprobs: Sequence[TokenLogprob] | None = None

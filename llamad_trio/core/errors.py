@@ -14,6 +14,7 @@ __all__ = [
     "ContextOverflow",
     "Disconnected",
     "EngineClosed",
+    "IncompleteOutput",
     "InferenceError",
     "LlamadError",
     "ModelLoadError",
@@ -105,6 +106,17 @@ class UnsupportedFeature(LlamadError):
 
     def __str__(self) -> str:
         return f"{self.feature} is not supported: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class IncompleteOutput(LlamadError):
+    """The text was cut off before it was a value: by `max_tokens`, by what fits, or by a stop
+    sequence.  `text` is what there is of it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"the output is incomplete after {len(self.text)} characters"
 
 
 @attrs.define(auto_exc=True, str=False)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
 import attrs
 
+from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.core.sampling import SamplingParams
 
 __all__ = [
+    "CompiledConstraint",
     "Copy",
     "Drop",
     "Load",
@@ -25,6 +28,10 @@ __all__ = [
 ]
 
 
+class CompiledConstraint(Protocol):
+    """A constraint as a runtime has compiled it: nothing to look into."""
+
+
 @attrs.frozen(kw_only=True)
 class Prepared:
     """A request made ready to run: templated, tokenised, within budget.
@@ -38,6 +45,13 @@ class Prepared:
         session: its prefix is kept in preference to those of no session.
         holder: who holds on to the prompt's KV when the request is complete; it is kept
             in preference to all others, until the holder holds something else.
+        targets: to score instead of generating: target `i` is the token whose logarithmic
+            probability is asked for after token `len(tokens) - len(targets) + i`.  What
+            was computed for it is not retained.
+        constraint: what the text must be, as the runtime has compiled it.
+        visible: control tokens whose text counts as generated text.
+        n_logprobs: how many of the likeliest tokens to tell with each one; `None` tells
+            no probabilities at all.
     """
 
     id: int
@@ -48,6 +62,10 @@ class Prepared:
     streams: bool = True
     session: str | None = None
     holder: str | None = None
+    targets: Sequence[int] = ()
+    constraint: CompiledConstraint | None = None
+    visible: frozenset[int] = frozenset()
+    n_logprobs: int | None = None
 
 
 @attrs.frozen
@@ -89,11 +107,17 @@ MemoryOp = Drop | Copy | Save | Load
 
 @attrs.frozen(kw_only=True)
 class SamplerSpec:
-    """A sampler to make before the step: its numbers, and the tokens it has seen."""
+    """A sampler to make before the step: its numbers, and the tokens it has seen.
+
+    The rest is as in `Prepared`.
+    """
 
     request_id: int
     params: SamplingParams
     seen: Sequence[int]
+    constraint: CompiledConstraint | None = None
+    visible: frozenset[int] = frozenset()
+    n_logprobs: int | None = None
 
 
 @attrs.frozen
@@ -106,6 +130,7 @@ class Work:
         pos: position of the first of `tokens`; everything before it is in the KV cache.
         tokens: at least one token.
         sample: whether to sample a token after the last of them.
+        targets: tokens to score, one after each of the last `len(targets)` of `tokens`.
     """
 
     request_id: int
@@ -113,6 +138,7 @@ class Work:
     pos: int
     tokens: Sequence[int]
     sample: bool
+    targets: Sequence[int] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -147,11 +173,23 @@ class StepStatus(Enum):
 
 @attrs.frozen
 class Sampled:
-    """One sampled token: its id, its bytes, and whether it ends the generation."""
+    """One sampled token, and what follows from it.
+
+    Attributes:
+        token: its id.
+        piece: its bytes.
+        ends: whether it ends the generation; it is no text then.
+        forced: ids and bytes of the tokens after it, where the constraint leaves no choice.
+        is_complete: whether the constraint lets nothing follow those.
+        logprobs: how likely it was, if that was asked for; no token is `forced` then.
+    """
 
     token: int
     piece: bytes
     ends: bool
+    forced: Sequence[tuple[int, bytes]] = ()
+    is_complete: bool = False
+    logprobs: TokenLogprob | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -161,6 +199,7 @@ class StepResult:
     Attributes:
         sampled: by request id, for the work that asked for a token.
         failures: by request id, why no token could be sampled.
+        scores: by request id, the logarithmic probabilities of the work's targets.
         cleared: sequences that lost *all* their tokens, because the model's memory
             cannot be rolled back to a position.
         saved: by key, the states that were to be saved and could be.
@@ -171,6 +210,7 @@ class StepResult:
     status: StepStatus
     sampled: Mapping[int, Sampled] = attrs.field(factory=dict)
     failures: Mapping[int, str] = attrs.field(factory=dict)
+    scores: Mapping[int, Sequence[float]] = attrs.field(factory=dict)
     cleared: frozenset[int] = frozenset()
     saved: Mapping[int, bytes] = attrs.field(factory=dict)
     elapsed_s: float = 0.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 
@@ -16,16 +17,25 @@ from llamad_trio.core.fields import (
     text,
     whole_number,
 )
+from llamad_trio.core.tools import JsonObject, Tool, ToolCall, ToolChoice, json_object
 
 __all__ = ["ROLES", "Message", "Request"]
 
-ROLES = frozenset({"system", "user", "assistant"})
+T = TypeVar("T")
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 MAX_INT = 2**31 - 1
 """llama.cpp counts tokens in 32-bit signed integers."""
 
 MAX_STOP_CHARS = 64 * 1024
 """Matching costs time in proportion to the stop strings' length, once per request."""
+
+MAX_LOGPROBS = 20
+"""As OpenAI's API has it: nobody looks at more, and each costs a string."""
+
+CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")
+"""The fields that say what the text must be."""
 
 MAX_STOPS = 256
 """Each generated character is matched against every stop string."""
@@ -39,23 +49,76 @@ def _role(value: object) -> str:
     return value
 
 
+def _many(name: str, kind: type[T]) -> Callable[[object], tuple[T, ...]]:
+    def convert(value: object) -> tuple[T, ...]:
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
+        items = tuple(value)
+        for item in items:
+            if not isinstance(item, kind):
+                raise ProtocolError(f"{name} must hold {kind.__name__}, not {type(item).__name__}")
+        return items
+
+    return convert
+
+
+_ROLES_OF = {
+    "tool_calls": ("assistant",),
+    "reasoning": ("assistant",),
+    "tool_call_id": ("tool",),
+    "name": ("tool",),
+}
+"""The fields that only some roles have."""
+
+
 @attrs.frozen(field_transformer=apply_converters)
 class Message:
     """One turn of a conversation.
 
     Args:
-        role: `"system"`, `"user"` or `"assistant"`.
+        role: `"system"`, `"user"`, `"assistant"`, or `"tool"` for the result of a call.
         content: the text of the turn.
+        tool_calls: what the assistant called in this turn.
+        tool_call_id: the call this is the result of; role `"tool"` only.
+        name: the tool this is the result of; role `"tool"` only.
+        reasoning: what the assistant thought before this turn, for templates that show it.
 
     Raises:
-        ProtocolError: unknown role, wrong type, NUL byte or lone surrogate.
+        ProtocolError: unknown role, wrong type, NUL byte or lone surrogate, or a field
+            that the role cannot have.
     """
 
     role: str = attrs.field(metadata={CONVERT: _role})
-    content: str = attrs.field(metadata={CONVERT: text("content")})
+    content: str = attrs.field(default="", metadata={CONVERT: text("content")})
+    tool_calls: Sequence[ToolCall] = attrs.field(
+        default=(), kw_only=True, metadata={CONVERT: _many("tool_calls", ToolCall)}
+    )
+    tool_call_id: str | None = attrs.field(
+        default=None, kw_only=True, metadata={CONVERT: optional(text("tool_call_id"))}
+    )
+    name: str | None = attrs.field(
+        default=None, kw_only=True, metadata={CONVERT: optional(text("name"))}
+    )
+    reasoning: str | None = attrs.field(
+        default=None, kw_only=True, metadata={CONVERT: optional(text("reasoning"))}
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for field, roles in _ROLES_OF.items():
+            if getattr(self, field) and self.role not in roles:
+                raise ProtocolError(f"a message of role {self.role!r} has no {field}")
+
+    @property
+    def n_chars(self) -> int:
+        """How much text there is to work on."""
+        calls = sum(len(call.id) + len(str(call.arguments)) for call in self.tool_calls)
+        texts = (self.content, self.reasoning, self.tool_call_id, self.name)
+        return sum(len(text or "") for text in texts) + calls
 
 
-def _prompt(value: object) -> str | tuple[int, ...]:
+def _prompt(value: object) -> str | tuple[int, ...] | None:
+    if value is None:
+        return None
     if isinstance(value, str):
         return text("prompt")(value)
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
@@ -65,14 +128,14 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     return tuple(value)
 
 
-def _history(value: object) -> tuple[Message, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise ProtocolError(f"history must be messages, not {type(value).__name__}")
-    messages = tuple(value)
-    for message in messages:
-        if not isinstance(message, Message):
-            raise ProtocolError(f"history must hold Message, not {type(message).__name__}")
-    return messages
+def _tools(value: object) -> tuple[Tool | Callable[..., object], ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ProtocolError(f"tools must be a list, not {type(value).__name__}")
+    tools = tuple(value)
+    for tool in tools:
+        if not isinstance(tool, Tool) and not callable(tool):
+            raise ProtocolError(f"a tool must be a function or a Tool, not {type(tool).__name__}")
+    return tools
 
 
 def _stop(value: object) -> tuple[str, ...]:
@@ -95,7 +158,8 @@ class Request:
     raises `ProtocolError`.
 
     Args:
-        prompt: the user's text, or token ids (then no template is applied).
+        prompt: the user's text, or token ids (then no template is applied); `None` answers
+            the history, which ends with the user's turn or the result of a tool.
         system: a system message put before the history.
         history: earlier turns, oldest first.
         max_tokens: most tokens to generate, >= 1; further capped by what fits.
@@ -108,15 +172,32 @@ class Request:
         presence_penalty, frequency_penalty: -2 to 2; 0 is off.
         seed: any 32-bit unsigned integer; `None` draws a fresh one per request.
         stop: texts that end the generation and are not part of the result.
-        grammar, grammar_root: a GBNF grammar and its start rule.
+        json_schema: the text will be JSON of this schema; `Completion.value` has it.
+        regex: the whole text will match this regular expression (of Rust's `regex`,
+            without look-around).
+        lark: the text will be of this grammar, in llguidance's dialect of Lark.
+        grammar, grammar_root: the text will be of this GBNF grammar, from its start rule.
+            Of these four a request can have one.  Where the prompt leaves a reasoning
+            block open, the text after that is meant.
+        tools: what the model may call: typed functions, or `Tool`s.
+        tool_choice: `"auto"` (call or answer), `"none"`, `"required"`, or the name of the
+            tool to call.
+        parallel_tool_calls: whether one reply may hold several calls.
+        tool_format: the name of the syntax to use with a template that has none for tools:
+            `"hermes"`, `"llama3"`, `"mistral"` or `"lfm2"`.
+        template_vars: what else the chat template reads, such as `enable_thinking`.
+        logprobs: tell the probability of each generated token, and of this many of the
+            likeliest in its place, 0-20; `None` tells none.
         session: a name; the prefixes of requests that have one are kept in preference to
             those of requests that have none, when the pool is tight.
         raw: use the prompt as it is, without the model's chat template.
     """
 
-    prompt: str | Sequence[int] = attrs.field(metadata={CONVERT: _prompt}, kw_only=False)
+    prompt: str | Sequence[int] | None = attrs.field(metadata={CONVERT: _prompt}, kw_only=False)
     system: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("system"))})
-    history: Sequence[Message] = attrs.field(default=(), metadata={CONVERT: _history})
+    history: Sequence[Message] = attrs.field(
+        default=(), metadata={CONVERT: _many("history", Message)}
+    )
     max_tokens: int = attrs.field(
         default=256, metadata={CONVERT: whole_number("max_tokens", 1, MAX_INT)}
     )
@@ -142,27 +223,74 @@ class Request:
         default=None, metadata={CONVERT: optional(whole_number("seed", 0, 2**32 - 1))}
     )
     stop: Sequence[str] = attrs.field(default=(), metadata={CONVERT: _stop})
+    json_schema: JsonObject | None = attrs.field(
+        default=None, hash=False, metadata={CONVERT: optional(json_object("json_schema"))}
+    )
+    regex: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("regex"))})
+    lark: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("lark"))})
     grammar: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("grammar"))})
     grammar_root: str = attrs.field(default="root", metadata={CONVERT: text("grammar_root")})
+    tools: Sequence[Tool | Callable[..., object]] = attrs.field(
+        default=(), metadata={CONVERT: _tools}
+    )
+    tool_choice: ToolChoice = attrs.field(default="auto", metadata={CONVERT: text("tool_choice")})
+    parallel_tool_calls: bool = attrs.field(
+        default=True, metadata={CONVERT: boolean("parallel_tool_calls")}
+    )
+    tool_format: str | None = attrs.field(
+        default=None, metadata={CONVERT: optional(text("tool_format"))}
+    )
+    template_vars: JsonObject = attrs.field(
+        factory=dict, hash=False, metadata={CONVERT: json_object("template_vars")}
+    )
+    logprobs: int | None = attrs.field(
+        default=None, metadata={CONVERT: optional(whole_number("logprobs", 0, MAX_LOGPROBS))}
+    )
     session: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("session"))})
     raw: bool = attrs.field(default=False, metadata={CONVERT: boolean("raw")})
 
     def __attrs_post_init__(self) -> None:
-        if (self.raw or not isinstance(self.prompt, str)) and (self.system or self.history):
+        if not self.uses_template and (self.system or self.history or self.template_vars):
             raise ProtocolError(
-                "system and history need the chat template, which a raw or token prompt skips"
+                "system, history and template_vars need the chat template, "
+                "which a raw or token prompt skips"
             )
+        if not self.uses_template and self.tools:
+            raise ProtocolError("tools need the chat template, which a raw or token prompt skips")
+        if self.prompt is None and (self.raw or not self.history):
+            raise ProtocolError("without a prompt there must be a history to answer")
+        given: list[str] = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if self.tools and self.tool_choice != "none":
+            given.append("tools")
+        if len(given) > 1:
+            raise ProtocolError(f"only one of {' and '.join(given)} can be given")
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether the chat template makes the prompt."""
+        return not self.raw and (self.prompt is None or isinstance(self.prompt, str))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the text must be of some form, which takes time to compile."""
+        fields = any(getattr(self, name) is not None for name in CONSTRAINTS)
+        return fields or (bool(self.tools) and self.tool_choice != "none")
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation, ending with the prompt as the user's turn."""
-        if not isinstance(self.prompt, str):
+        """The whole conversation; a prompt is the user's last turn."""
+        if not (self.prompt is None or isinstance(self.prompt, str)):
             raise ProtocolError("a prompt of token ids has no messages")
         first = () if self.system is None else (Message("system", self.system),)
-        return (*first, *self.history, Message("user", self.prompt))
+        last = () if self.prompt is None else (Message("user", self.prompt),)
+        return (*first, *self.history, *last)
 
     @property
     def n_chars(self) -> int:
         """How much text (or how many tokens) there is to work on."""
-        history = sum(len(message.content) for message in self.history)
-        return len(self.prompt) + len(self.system or "") + history
+        history = sum(message.n_chars for message in self.history)
+        constraint = sum(len(getattr(self, name) or "") for name in ("regex", "lark", "grammar"))
+        variables = len(str(self.template_vars)) if self.template_vars else 0
+        tools = sum(tool.n_chars for tool in self.tools if isinstance(tool, Tool))
+        prompt = len(self.prompt or "") + len(self.system or "")
+        return prompt + history + constraint + variables + tools

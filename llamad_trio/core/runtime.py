@@ -6,13 +6,14 @@ llama.cpp on a thread is one implementation; the scripted model of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar, runtime_checkable
 
 import attrs
 
-from llamad_trio.core.plan import StepPlan, StepResult
+from llamad_trio.core.constraint import Constraint
+from llamad_trio.core.plan import CompiledConstraint, StepPlan, StepResult
 
 __all__ = ["LaneLike", "ModelFacts", "Runtime"]
 
@@ -23,6 +24,8 @@ T = TypeVar("T")
 class ModelFacts:
     """What a model says of itself.  Sizes in bytes, lengths in tokens.
 
+    `control_tokens` are those that are no text, by how a template writes them;
+    `added_tokens` the texts that are always one token, wherever they stand.
     `max_bytes_per_token` is the most text one token can stand for, `None` if unknown.
     `n_window` is how far the shortest sliding window reaches back, 0 without one: a saved
     state holds no more than that before its end.  `n_seqs` is the number of sequences its
@@ -45,6 +48,8 @@ class ModelFacts:
     n_seqs: int
     identity: str
     n_window: int = 0
+    control_tokens: Mapping[str, int] = attrs.field(factory=dict, repr=False)
+    added_tokens: frozenset[str] = attrs.field(default=frozenset(), repr=False)
 
 
 class Runtime(Protocol):
@@ -61,6 +66,18 @@ class Runtime(Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Tokens to text.  From any thread, also while a step runs."""
+        ...
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """The bytes of each token, control tokens written out.  From any thread."""
+        ...
+
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Make a constraint ready for one request.  From any thread; may take seconds.
+
+        Raises:
+            ProtocolError: it does not compile, is unsafe, or no text satisfies it.
+        """
         ...
 
     def step(self, plan: StepPlan) -> StepResult:

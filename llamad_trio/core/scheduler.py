@@ -9,11 +9,12 @@ The rules:
 1. Requests are admitted in the order they arrived, into a free slot, when their
    tokens and a small headroom fit beside what the running ones have.
 2. A step decodes one token for every running request first; what is left of its
-   budget goes to prompts, the oldest first.
+   budget goes to tokens that constraints have forced, then to prompts, the oldest first.
 3. When the pool runs short: retained prefixes go, least recently used first; then
    requests whose readers have paused them; then the newest running one.  What is
    preempted waits again in its old place, and goes on where it was.
-4. The oldest running request is never preempted, so there is always progress.
+4. The oldest running request is never preempted and goes on in every step, so there is
+   always progress.
 5. Nothing of a cancelled request is planned again.
 6. A prompt goes on from the longest prefix anybody holds; when somebody older is still
    computing a longer one, it waits for that.
@@ -28,11 +29,12 @@ from enum import Enum, auto
 
 import attrs
 
-from llamad_trio.core.completion import FinishReason
+from llamad_trio.core.completion import FinishReason, TokenLogprob
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.pacing import StepPacer
 from llamad_trio.core.plan import (
     Prepared,
+    Sampled,
     SamplerSpec,
     StepPlan,
     StepResult,
@@ -74,6 +76,8 @@ class Finished:
     finish_reason: FinishReason
     stop_sequence: str | None
     cached_tokens: int
+    logprobs: Sequence[TokenLogprob] = ()
+    scores: Sequence[float] = ()
 
 
 @attrs.frozen
@@ -103,7 +107,10 @@ _MOVES = {
 
 @attrs.define(eq=False)
 class _Run:
-    """A request on its way: everything that survives preemption."""
+    """A request on its way: everything that survives preemption.
+
+    `n_new` is the number of tokens the last sampling gave; `scores` are by position.
+    """
 
     prepared: Prepared
     arrival: int
@@ -114,6 +121,9 @@ class _Run:
     seq: int = -1
     begun: bool = False
     text: list[str] = attrs.field(factory=list)
+    n_new: int = 0
+    logprobs: list[TokenLogprob] = attrs.field(factory=list)
+    scores: dict[int, float] = attrs.field(factory=dict)
     cached_tokens: int = 0
     has_sampler: bool = False
     paused: bool = False
@@ -126,6 +136,11 @@ class _Run:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.prepared.tokens)
+
+    @property
+    def n_reusable(self) -> int:
+        """Tokens that may come from others: those before the first whose logits are wanted."""
+        return len(self.tokens) - max(1, len(self.prepared.targets))
 
     def move(self, state: _State) -> None:
         assert (self.state, state) in _MOVES, f"{self.state} -> {state}"
@@ -185,6 +200,7 @@ class Scheduler:
         assert n_seqs > n_slots or reuse is Reuse.NOTHING
         self.n_ctx = n_ctx
         self._n_slots = n_slots
+        self._n_seqs = n_seqs
         self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
         self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=shelf)
         self._runs: dict[int, _Run] = {}
@@ -192,6 +208,7 @@ class Scheduler:
         self._plan: StepPlan | None = None
         self._growth: dict[int, int] = {}
         self._n_decode = 0
+        self._n_generated = 0
         self._old_samplers: list[int] = []
         self._wanted: set[int] = set()
         self._short_of_cells = False
@@ -207,6 +224,8 @@ class Scheduler:
         assert prepared.id not in self._runs
         assert len(prepared.tokens) >= 1
         assert 0 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
+        assert not prepared.targets or prepared.max_tokens == 0
+        assert len(prepared.targets) <= len(prepared.tokens)
         self._arrivals += 1
         stop = StopMatcher(prepared.stop)
         self._runs[prepared.id] = _Run(prepared, self._arrivals, list(prepared.tokens), stop)
@@ -288,8 +307,18 @@ class Scheduler:
         return self._pool.resident(tokens)
 
     def hold(self, holder: str, tokens: Sequence[int]) -> bool:
-        """Let `holder` hold what is resident already; false if not all of it is."""
-        return self._pool.hold_resident(holder, tokens)
+        """Let `holder` hold what is resident already; false if not all of it is, or not for long."""
+        return not self._is_being_left(tokens) and self._pool.hold_resident(holder, tokens)
+
+    def _is_being_left(self, tokens: Sequence[int]) -> bool:
+        """Whether the step in flight goes on from a state that cannot be come back to."""
+        if self._plan is None or self._pool.reuse is not Reuse.WHOLE:
+            return False
+        wanted = list(tokens)
+        return any(
+            work.pos == len(wanted) and self._runs[work.request_id].tokens[: work.pos] == wanted
+            for work in self._plan.work
+        )
 
     def let_go(self, holder: str) -> None:
         """The holder is gone: what it held is kept like anything else."""
@@ -332,12 +361,12 @@ class Scheduler:
         assert self._plan is None, "a step is in flight"
         self._growth.clear()
         self._admit()
-        self._grow_decoding()
-        self._grow_prompts(self._pacer.prefill_budget(n_decode=len(self._growth)))
+        self._grow_prompts(self._grow_decoding())
         if not self._growth:
             return None
         # Only now: a prompt's growth may have preempted one that was to decode.
-        self._n_decode = sum(self._decodes(self._runs[id_]) for id_ in self._growth)
+        decoding = [n for id_, n in self._growth.items() if self._decodes(self._runs[id_])]
+        self._n_decode, self._n_generated = len(decoding), sum(decoding)
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
@@ -418,7 +447,7 @@ class Scheduler:
                 resident = self._pool.length(r.seq)
                 held.append((r.seq, resident))
             else:
-                match = self._pool.find(r.tokens)
+                match = self._find(r)
                 if match:
                     held.append((match.seq, match.n))
                 n = match.n if match else 0
@@ -442,16 +471,19 @@ class Scheduler:
         """Leading tokens `run` could take over from `other`, once that has computed them."""
         if self._pool.reuse is not Reuse.PREFIX:
             return 0
-        return common_length(run.tokens, other.tokens, len(run.tokens) - 1)
+        return common_length(run.tokens, other.tokens, run.n_reusable)
+
+    def _find(self, run: _Run) -> Match | None:
+        return self._pool.find(run.tokens[: run.n_reusable + 1])
 
     def _begin(self, run: _Run) -> bool:
         """Take over what is computed already; false while somebody is computing more of it."""
-        match = self._pool.find(run.tokens)
+        match = self._find(run)
         n = match.n if match else 0
         older = (other for other in self._running if other.arrival < run.arrival)
         if self._worth_waiting(run, n, older):
             return False  # they hold less of that, or it would have been found
-        shelved = self._pool.find_shelved(run.tokens)
+        shelved = self._pool.find_shelved(run.tokens[: run.n_reusable + 1])
         if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
             if not self._pool.is_in_ram(shelved.seq):
                 self._wanted.add(shelved.seq)
@@ -505,30 +537,51 @@ class Scheduler:
 
     # -- planning ---------------------------------------------------------------------
 
-    def _grow_decoding(self) -> None:
-        for run in list(self._running):
-            if run.state is not _State.RUNNING or run.paused or not self._decodes(run):
-                continue
-            if self._make_room(run, 1):
-                self._growth[run.id] = 1
+    def _grow_decoding(self) -> int:
+        """Plan what follows the tokens that were sampled; return the budget that is left."""
+        awake = [r for r in self._running if not r.paused]
+        decoding = [r for r in awake if self._decodes(r)]
+        budget = self._pacer.prefill_budget(n_decode=len(decoding))
+        # The oldest must go on, even with a prompt beside streams that are forced all the time.
+        kept = 1 if budget and awake[:1] != decoding[:1] else 0
+        for run in decoding:
+            if run.state is not _State.RUNNING:
+                continue  # preempted for one before it
+            n = self._make_room(run, 1 + min(self._pending(run) - 1, budget - kept))
+            if n:
+                self._growth[run.id] = n
+                budget -= n - 1
             else:
                 self._preempt(run)  # it is the newest itself
+        return budget
 
     def _grow_prompts(self, budget: int) -> None:
+        # A step has a row of logits for each sequence there is, and each request needs one.
+        spare_rows = self._n_seqs - len(self._running)
         for run in list(self._running):
             if run.state is not _State.RUNNING or run.paused or self._decodes(run):
                 continue
             if budget and (run.begun or self._begin(run)):
-                n = self._make_room(run, min(self._pending(run), budget))
+                without_rows = max(0, run.n_reusable - self._pool.length(run.seq))
+                n = min(self._pending(run), budget)
+                if run.prepared.targets:
+                    n = min(n, without_rows + 1 + spare_rows)
+                n = self._make_room(run, n)
                 if n:
                     self._growth[run.id] = n
                     budget -= n
+                    if run.prepared.targets:
+                        spare_rows -= max(0, n - without_rows - 1)
 
     def _work(self, run: _Run, n_tokens: int) -> Work:
         pos = self._pool.length(run.seq)
         end = pos + n_tokens
         sample = end == len(run.tokens) and run.prepared.max_tokens > 0
-        return Work(run.id, run.seq, pos, run.tokens[pos:end], sample)
+        targets: Sequence[int] = ()
+        if run.prepared.targets:
+            first = run.n_reusable
+            targets = run.prepared.targets[max(0, pos - first) : max(0, end - first)]
+        return Work(run.id, run.seq, pos, run.tokens[pos:end], sample, targets)
 
     def _new_samplers(self, work: Iterable[Work]) -> Iterator[SamplerSpec]:
         for item in work:
@@ -536,7 +589,14 @@ class Scheduler:
             if item.sample and not run.has_sampler:
                 run.has_sampler = True
                 prepared = run.prepared
-                yield SamplerSpec(request_id=run.id, params=prepared.sampling, seen=prepared.tokens)
+                yield SamplerSpec(
+                    request_id=run.id,
+                    params=prepared.sampling,
+                    seen=prepared.tokens,
+                    constraint=prepared.constraint,
+                    visible=prepared.visible,
+                    n_logprobs=prepared.n_logprobs,
+                )
 
     # -- applying a result ------------------------------------------------------------
 
@@ -544,36 +604,57 @@ class Scheduler:
         n_decode = self._n_decode
         n_prefill = plan.n_tokens - n_decode
         self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
-        self._totals["decode_tokens"] += n_decode
-        self._totals["prefill_tokens"] += n_prefill
+        n_generated, n_prompt = self._n_generated, plan.n_tokens - self._n_generated
+        self._totals["decode_tokens"] += n_generated
+        self._totals["prefill_tokens"] += n_prompt
         # A shared step's time is split by tokens: exact when it holds one kind only.
-        self._decode_s += elapsed_s * n_decode / plan.n_tokens
-        self._prefill_s += elapsed_s * n_prefill / plan.n_tokens
+        self._decode_s += elapsed_s * n_generated / plan.n_tokens
+        self._prefill_s += elapsed_s * n_prompt / plan.n_tokens
 
     def _advance(self, work: Work, result: StepResult) -> list[Event]:
         run = self._runs[work.request_id]
         self._pool.extend(run.seq, work.tokens)
         if run.cancelled:
             return []
-        if not work.sample:
-            is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
-            return self._finish(run, "length") if is_complete else []
         if reason := result.failures.get(run.id):
             self._pool.empty(run.seq)  # what led to no token is nothing to build on
             return self._fail(run, InferenceError(reason))
-        sampled = result.sampled[run.id]
+        if work.targets:
+            first = work.pos + len(work.tokens) - len(work.targets)
+            run.scores.update(enumerate(result.scores[run.id], first))
+        if work.sample:
+            return self._take(run, result.sampled[run.id])
+        is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+        return self._finish(run, "length") if is_complete else []
+
+    def _take(self, run: _Run, sampled: Sampled) -> list[Event]:
+        """A token was sampled: it, and those it forces, are the request's next ones."""
         if run.generated == 0:
             self._pool.checkpoint(run.seq, run.prepared.session)
-        run.tokens.append(sampled.token)
+        if sampled.logprobs is not None:
+            run.logprobs.append(sampled.logprobs)
         if sampled.ends:
+            run.tokens.append(sampled.token)
             return self._finish(run, "stop")
-        shown = run.stop.push(run.utf8.push(sampled.piece))
-        run.text.append(shown)
-        if run.stop.matched is not None:
-            return [*self._piece(run, shown), *self._finish(run, "stop")]
-        if run.generated >= run.prepared.max_tokens:
-            return [*self._piece(run, shown), *self._finish(run, "length")]
-        return self._piece(run, shown)
+        run.n_new = 0
+        shown: list[str] = []
+        ends: FinishReason | None = None
+        pieces = ((sampled.token, sampled.piece), *sampled.forced)
+        for token, piece in pieces:
+            run.tokens.append(token)
+            run.n_new += 1
+            shown.append(run.stop.push(run.utf8.push(piece)))
+            if run.stop.matched is not None:
+                ends = "stop"
+                break
+            if run.generated >= run.prepared.max_tokens:
+                ends = "length"
+                break
+        if sampled.is_complete and run.n_new == len(pieces):
+            ends = "stop"
+        text = "".join(shown)
+        run.text.append(text)
+        return [*self._piece(run, text), *(self._finish(run, ends) if ends else ())]
 
     def _piece(self, run: _Run, text: str) -> list[Event]:
         return [Piece(run.id, text)] if text and run.prepared.streams else []
@@ -589,6 +670,8 @@ class Scheduler:
             finish_reason="stop" if run.stop.matched is not None else reason,
             stop_sequence=run.stop.matched,
             cached_tokens=run.cached_tokens,
+            logprobs=tuple(run.logprobs),
+            scores=tuple(run.scores[position] for position in sorted(run.scores)),
         )
         self._end(run)
         return [*self._piece(run, rest), finished]
@@ -631,7 +714,8 @@ class Scheduler:
             if holder is not None and is_complete and not run.cancelled:
                 self._pool.hold(run.seq, holder)
             else:
-                self._pool.close(run.seq, session=session)
+                # What was scored is one of many continuations, and nobody's beginning.
+                self._pool.close(run.seq, keep=not run.prepared.targets, session=session)
             self._leave_slot(run)
         run.move(_State.ENDED)
         del self._runs[run.id]
@@ -645,8 +729,8 @@ class Scheduler:
         return len(run.tokens) - self._pool.length(run.seq)
 
     def _decodes(self, run: _Run) -> bool:
-        """Whether its next step is the single row of a generated token."""
-        return run.generated > 0 and self._pending(run) == 1
+        """Whether its next step is that of tokens just generated."""
+        return 0 < self._pending(run) <= run.n_new
 
     def _is_in_flight(self, run: _Run) -> bool:
         return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

@@ -16,6 +16,7 @@ from llamad_trio.core.plan import (
     Copy,
     MemoryOp,
     Prepared,
+    Sampled,
     StepPlan,
     StepResult,
     StepStatus,
@@ -39,6 +40,7 @@ from tests.core.fake_memory import (
     LoneRun,
     lone_run,
     n_cells,
+    sampler_spec,
 )
 from tests.core.oracles import longest_prefix, n_common
 
@@ -64,12 +66,16 @@ def sampling(seed: int = 0) -> SamplingParams:
 
 @attrs.define(slots=False, eq=False)
 class Tracked:
-    """What is known of one request, from outside."""
+    """What is known of one request, from outside.
+
+    `n_new` is the number of tokens that came of its last sampling.
+    """
 
     prepared: Prepared
     arrival: int
     model: FakeModel
     history: list[int]
+    n_new: int = 0
     pieces: list[str] = attrs.field(factory=list)
     outcome: Finished | Failed | None = None
     cancelled: bool = False
@@ -92,9 +98,28 @@ class Tracked:
     def generated(self) -> int:
         return len(self.history) - len(self.prepared.tokens)
 
-    def is_decode_row(self, work: Work) -> bool:
-        """Whether `work` is nothing but the token that was generated last."""
-        return self.generated > 0 and work.pos == len(self.history) - 1
+    @property
+    def n_reusable(self) -> int:
+        """Tokens it may go on from: no logits are wanted of them."""
+        return len(self.history) - max(1, len(self.prepared.targets))
+
+    def is_decoding(self, n_resident: int) -> bool:
+        """Whether only tokens of the last sampling are missing."""
+        return len(self.history) - self.n_new <= n_resident < len(self.history)
+
+    def take(self, sampled: Sampled) -> None:
+        """A sampled token and those it forces follow, as far as the text goes."""
+        tokens = [sampled.token, *(token for token, _ in sampled.forced)]
+        new = tokens[: self.alone.generated_tokens - self.generated]
+        self.history += new
+        self.n_new = len(new)
+
+    def targets_of(self, work: Work) -> list[int]:
+        """What is to be scored after the tokens of `work`."""
+        first = len(self.prepared.tokens) - len(self.prepared.targets)
+        targets = dict(enumerate(self.prepared.targets, first))
+        positions = range(work.pos, work.pos + len(work.tokens))
+        return [targets[position] for position in positions if position in targets]
 
 
 @attrs.frozen
@@ -162,11 +187,14 @@ class CheckedScheduler:
         seed: int = 0,
         session: str | None = None,
         holder: str | None = None,
+        targets: Sequence[int] = (),
+        n_logprobs: int | None = None,
         request_id: int | None = None,
     ) -> int:
         """Take a request in; return its id: the one given, or the next number."""
+        id_ = max(self.requests, default=-1) + 1 if request_id is None else request_id
         prepared = Prepared(
-            id=max(self.requests, default=-1) + 1 if request_id is None else request_id,
+            id=id_,
             tokens=tuple(tokens),
             max_tokens=max_tokens,
             sampling=sampling(seed),
@@ -174,6 +202,10 @@ class CheckedScheduler:
             streams=streams,
             session=session,
             holder=holder,
+            targets=tuple(targets),
+            constraint=f"the constraint of {id_}",
+            visible=frozenset({id_}),
+            n_logprobs=n_logprobs,
         )
         self.has_holders |= holder is not None
         arrival = len(self.requests)
@@ -182,10 +214,19 @@ class CheckedScheduler:
         self.check()
         return prepared.id
 
+    def score(self, prompt: Sequence[int], n_targets: int, *, request_id: int | None = None) -> int:
+        """Have targets scored after the last tokens of `prompt`; no two are the same."""
+        targets = range(100, 100 + n_targets)
+        return self.submit(
+            prompt, max_tokens=0, targets=targets, streams=False, request_id=request_id
+        )
+
     def cancel(self, request_id: int) -> None:
         """Cancel; from then on no event may come."""
+        scored = self._scored()
         self.requests[request_id].cancelled = True
         self.scheduler.cancel(request_id)
+        self._check_scored(scored)
         self.check()
 
     def pause(self, request_id: int) -> None:
@@ -227,7 +268,8 @@ class CheckedScheduler:
             assert not any(request.runnable for request in self.requests.values()), "a hang"
         else:
             self._check_reuse(plan, self._begun() - begun, n_pending)
-            self._check_work(plan, begun)
+            self._check_work(plan)
+            self._check_decoding(plan, begun)
             self._check_followers(plan)
         self.check()
         return plan
@@ -253,9 +295,11 @@ class CheckedScheduler:
             elapsed_s=elapsed_s,
         )
         self._count(plan, result)
+        scored = self._scored()
         events = self.scheduler.apply(result)
+        self._check_scored(scored)
         for request_id, sampled in result.sampled.items():
-            self.requests[request_id].history.append(sampled.token)
+            self.requests[request_id].take(sampled)
         for event in events:
             self._record(event)
         failed = {event.id: event.error for event in events if isinstance(event, Failed)}
@@ -366,6 +410,22 @@ class CheckedScheduler:
         """Running requests that have taken over what there was."""
         return {run.id for run in self.scheduler._running if run.begun}
 
+    def _decoding(self, running: Iterable[int]) -> list[int]:
+        """Those of `running` that have only tokens of their last sampling to compute."""
+        cells = self.cells()
+        return [
+            id_
+            for id_ in running
+            if not self.requests[id_].paused
+            and self.requests[id_].is_decoding(len(cells[self.seq(id_)]))
+        ]
+
+    def _scored(self) -> dict[int, tuple[int, Sequence[Cell]]]:
+        """Sequences in which something is scored, by request, and what they hold."""
+        cells = self.memory.sequences
+        seqs = {id_: self.seq(id_) for id_ in self.running if self.requests[id_].prepared.targets}
+        return {id_: (seq, list(cells[seq])) for id_, seq in seqs.items()}
+
     def contents(self) -> dict[int, list[int]]:
         """The tokens of `cells`."""
         return {seq: [token for _, token in cells] for seq, cells in self.cells().items()}
@@ -380,6 +440,7 @@ class CheckedScheduler:
         assert len(set(running)) == len(running)
         assert stats.slots_free == self.n_slots - len(running)
         assert stats.slots_prefill + stats.slots_decode + stats.slots_paused == len(running)
+        assert stats.slots_decode == len(self._decoding(running))
         assert stats.running == sum(self.requests[id_].live for id_ in running)
         assert stats.preemptions == len(self.preempted)
         assert stats.steps == self.totals["steps"]
@@ -418,6 +479,13 @@ class CheckedScheduler:
                 for seq in retained:
                     others = [held for other, held in cells.items() if other != seq]
                     assert not any(cells[seq][-1] in held for held in others), "kept in vain"
+
+    def _check_scored(self, before: Mapping[int, tuple[int, Sequence[Cell]]]) -> None:
+        """What was scored is gone when its request is."""
+        after, cells = self.running, self.cells()
+        for id_, (seq, held) in before.items():
+            if id_ not in after and held and seq in self.pool._retained:
+                assert cells[seq] != held, "what was scored is retained"
 
     def _check_holders(self, running: Iterable[int]) -> None:
         """Only the living hold slots, and cancelled ones until their step is over."""
@@ -486,12 +554,13 @@ class CheckedScheduler:
                 self.totals["cached"] += cached[seq]
 
     def _longest(self, request: Tracked, operations: Iterable[MemoryOp], but: int) -> int:
-        """Tokens the request could go on from, after `operations`; its last is never one."""
+        """Tokens the request could go on from, after `operations`."""
         if self.reuse is Reuse.NOTHING:
             return 0
         cells = self.memory.after(operations)
         held = [[token for _, token in cells[seq]] for seq in cells if seq != but]
-        return longest_prefix(held, request.history[:-1], whole=self.reuse is Reuse.WHOLE)
+        wanted = request.history[: request.n_reusable]
+        return longest_prefix(held, wanted, whole=self.reuse is Reuse.WHOLE)
 
     def _resident(self, tokens: Sequence[int]) -> int:
         whole = self.reuse is Reuse.WHOLE
@@ -509,12 +578,13 @@ class CheckedScheduler:
             assert self.reuse is Reuse.PREFIX
             held = len(self.contents()[run.seq])
             assert any(
-                n_common(request.history[:-1], leader.history) >= held + MIN_SHARED_TOKENS
+                n_common(request.history[: request.n_reusable], leader.history)
+                >= held + MIN_SHARED_TOKENS
                 for leader in running
                 if leader.arrival < request.arrival and leader.runnable
             ), "it waits for nobody"
 
-    def _check_work(self, plan: StepPlan, begun: Collection[int]) -> None:
+    def _check_work(self, plan: StepPlan) -> None:
         ids = [work.request_id for work in plan.work]
         assert len(set(ids)) == len(ids)
         for work in plan.work:
@@ -525,24 +595,37 @@ class CheckedScheduler:
             assert list(work.tokens) == request.history[work.pos : end]
             generates = request.prepared.max_tokens > 0
             assert work.sample == (generates and end == len(request.history))
-        # Who has just come back may have found all but the last token; it is no row until then.
-        rows = [
-            work.request_id in begun and self.requests[work.request_id].is_decode_row(work)
-            for work in plan.work
-        ]
-        assert rows == sorted(rows, reverse=True), "decode rows come first"
+            assert list(work.targets) == request.targets_of(work)
         oldest = next(id_ for id_ in self.running if self.requests[id_].runnable)
         assert oldest in ids, "the oldest does not progress"
         for spec in plan.new_samplers:
-            prepared = self.requests[spec.request_id].prepared
-            assert (spec.params, spec.seen) == (prepared.sampling, prepared.tokens)
+            assert spec == sampler_spec(self.requests[spec.request_id].prepared)
+
+    def _check_decoding(self, plan: StepPlan, begun: Collection[int]) -> None:
+        """Who decodes goes on in every step; forced tokens come before prompts, those of the
+        oldest first.  Only the oldest request of all has a token of its prompt all the same."""
+        # Who has just come back may have found all but the last tokens; it is no row until then.
+        decoding = [id_ for id_ in self._decoding(self.running) if id_ in begun]
+        n = len(decoding)
+        rows, prompts = plan.work[:n], plan.work[n:]
+        assert [work.request_id for work in rows] == decoding, "decode rows come first"
+        is_short = [
+            work.pos + len(work.tokens) < len(self.requests[work.request_id].history)
+            for work in rows
+        ]
+        if any(is_short):
+            later = rows[is_short.index(True) + 1 :]
+            assert all(len(work.tokens) == 1 for work in later), "the oldest comes first"
+            oldest = next(id_ for id_ in self.running if self.requests[id_].runnable)
+            spared = [w.request_id == oldest and len(w.tokens) == 1 for w in prompts]
+            assert all(spared), "forced tokens come before prompts"
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         self.totals["steps"] += 1
         self.totals["aborted"] += result.status is StepStatus.ABORTED
         if result.status is StepStatus.DONE:
             for work in plan.work:
-                decodes = self.requests[work.request_id].is_decode_row(work)
+                decodes = self.requests[work.request_id].is_decoding(work.pos)
                 self.totals["decode" if decodes else "prefill"] += len(work.tokens)
         lost = set(result.cleared)
         if result.status is StepStatus.FAILED:
@@ -574,8 +657,11 @@ class CheckedScheduler:
         assert event.generated_tokens == alone.generated_tokens
         assert event.finish_reason == alone.finish_reason
         assert event.stop_sequence == alone.stop_sequence
+        assert event.logprobs == alone.logprobs
+        assert event.scores == alone.scores
         assert event.prompt_tokens == len(request.prepared.tokens)
-        assert event.cached_tokens == request.cached_tokens < event.prompt_tokens
+        n_wanted = max(1, len(request.prepared.targets))
+        assert event.cached_tokens == request.cached_tokens <= event.prompt_tokens - n_wanted
         assert "".join(request.pieces) == (event.text if request.prepared.streams else "")
 
     def _check_failures(

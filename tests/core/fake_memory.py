@@ -12,12 +12,14 @@ from typing import Protocol
 
 import attrs
 
+from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.core.plan import (
     Copy,
     Drop,
     MemoryOp,
     Prepared,
     Sampled,
+    SamplerSpec,
     StepPlan,
     StepResult,
     StepStatus,
@@ -52,7 +54,8 @@ _OTHER_HALF = {7: 8, 9: 10}
 
 
 class FakeModel(Protocol):
-    """The next token, as a pure function of everything that may decide it."""
+    """The next token, and what is forced by it, as a pure function of everything that may
+    decide it."""
 
     def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
         """The token after `history` from a sampler that has drawn `n_drawn` before."""
@@ -79,16 +82,87 @@ class EndlessModel:
         return Sampled(token, PIECES[token], ends=False)
 
 
+def forcing(piece: bytes, *forced: bytes, is_complete: bool = False) -> Sampled:
+    """`piece` is sampled, and `forced` follow from it, as tokens 2, 3, ..."""
+    tokens = tuple(enumerate(forced, 2))
+    return Sampled(1, piece, ends=False, forced=tokens, is_complete=is_complete)
+
+
 @attrs.frozen
 class ScriptModel:
     """Says `pieces`, one a token, then ends."""
 
-    pieces: Sequence[bytes]
+    pieces: Sequence[bytes | Sampled]
 
     def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
-        if n_drawn < len(self.pieces):
-            return Sampled(1, self.pieces[n_drawn], ends=False)
-        return Sampled(END, PIECES[END], ends=True)
+        if n_drawn == len(self.pieces):
+            return Sampled(END, PIECES[END], ends=True)
+        said = self.pieces[n_drawn]
+        return Sampled(1, said, ends=False) if isinstance(said, bytes) else said
+
+
+@attrs.frozen
+class ForcingModel:
+    """Says what `model` says, under a constraint that forces some of it, and may be complete."""
+
+    model: FakeModel
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        sampled = self.model.next(history, seed=seed, n_drawn=n_drawn)
+        if sampled.ends:
+            return sampled
+        lot = zlib.crc32(bytes(history), seed + 1) ^ (n_drawn * 0x85EBCA6B & 0xFFFFFFFF)
+        choice = lot * 2654435761 >> 9
+        n_forced = choice // 3 % 21 if choice % 3 == 0 else 0
+        tokens = [1 + (choice + i * i) % (len(PIECES) - 1) for i in range(n_forced)]
+        return attrs.evolve(
+            sampled,
+            forced=tuple((token, PIECES[token]) for token in tokens),
+            is_complete=choice // 63 % 23 == 0,
+        )
+
+
+@attrs.frozen
+class ForcingOnceModel:
+    """Never ends; what the sampler of `seed` draws as number `at` forces `n_forced` more."""
+
+    n_forced: int
+    seed: int = 0
+    at: int = 0
+
+    def next(self, history: Sequence[int], *, seed: int, n_drawn: int) -> Sampled:
+        sampled = EndlessModel().next(history, seed=seed, n_drawn=n_drawn)
+        if (seed, n_drawn) != (self.seed, self.at):
+            return sampled
+        tokens = [4 + i % 3 for i in range(self.n_forced)]
+        return attrs.evolve(sampled, forced=tuple((token, PIECES[token]) for token in tokens))
+
+
+def drawn(model: FakeModel, history: Sequence[int], spec: SamplerSpec, n_drawn: int) -> Sampled:
+    """What a sampler draws; where probabilities are told, nothing is forced."""
+    sampled = model.next(history, seed=spec.params.seed, n_drawn=n_drawn)
+    if spec.n_logprobs is None:
+        return sampled
+    told = TokenLogprob(sampled.token, sampled.piece, score(history, sampled.token))
+    is_complete = sampled.is_complete and not sampled.forced
+    return attrs.evolve(sampled, forced=(), is_complete=is_complete, logprobs=told)
+
+
+def score(context: Sequence[int], target: int) -> float:
+    """The logarithmic probability of `target` after `context`, each of which decides it."""
+    return -zlib.crc32(bytes(context), target) / 2**28
+
+
+def sampler_spec(prepared: Prepared) -> SamplerSpec:
+    """The sampler that a request is to have."""
+    return SamplerSpec(
+        request_id=prepared.id,
+        params=prepared.sampling,
+        seen=prepared.tokens,
+        constraint=prepared.constraint,
+        visible=prepared.visible,
+        n_logprobs=prepared.n_logprobs,
+    )
 
 
 @attrs.frozen
@@ -98,30 +172,45 @@ class LoneRun:
     text: str
     generated_tokens: int
     finish_reason: str
-    stop_sequence: str | None
+    stop_sequence: str | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    scores: Sequence[float] = ()
 
 
 def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
     """Generate without slots, batches, caches and streams."""
     if prepared.max_tokens == 0:
-        return LoneRun("", 0, "length", None)
+        start = len(prepared.tokens) - len(prepared.targets) + 1
+        scores = [score(prepared.tokens[:n], t) for n, t in enumerate(prepared.targets, start)]
+        return LoneRun("", 0, "length", scores=tuple(scores))
+    spec = sampler_spec(prepared)
     history, raw = list(prepared.tokens), b""
-    for n_drawn in range(prepared.max_tokens):
-        sampled = model.next(history, seed=prepared.sampling.seed, n_drawn=n_drawn)
-        history.append(sampled.token)
-        raw += b"" if sampled.ends else sampled.piece
-        over = sampled.ends or n_drawn + 1 == prepared.max_tokens
-        text = decoded(raw, final=over)
-        if stop := first_stop(text, prepared.stop):
-            return LoneRun(text[: stop[0]], n_drawn + 1, "stop", stop[1])
-        if over:
-            break
-    return LoneRun(text, n_drawn + 1, "stop" if sampled.ends else "length", None)
+    logprobs: list[TokenLogprob] = []
+    for n_drawn in count():
+        sampled = drawn(model, history, spec, n_drawn)
+        logprobs += [sampled.logprobs] if sampled.logprobs else []
+        said = [(sampled.token, b"" if sampled.ends else sampled.piece), *sampled.forced]
+        for n_left, (token, piece) in zip(range(len(said))[::-1], said, strict=True):
+            history.append(token)
+            raw += piece
+            n = len(history) - len(prepared.tokens)
+            is_complete = n_left == 0 and (sampled.ends or sampled.is_complete)
+            over = is_complete or n == prepared.max_tokens
+            text = decoded(raw, final=over)
+            if stop := first_stop(text, prepared.stop):
+                return LoneRun(text[: stop[0]], n, "stop", stop[1], logprobs=tuple(logprobs))
+            if over:
+                reason = "stop" if is_complete else "length"
+                return LoneRun(text, n, reason, logprobs=tuple(logprobs))
+    raise AssertionError("unreachable")
 
 
 @attrs.define
 class _Sampler:
-    seed: int
+    """`n_due` is the length of what has to be computed before it is asked again."""
+
+    spec: SamplerSpec
+    n_due: int
     n_drawn: int = 0
 
 
@@ -229,36 +318,57 @@ class FakeMemory:
         for spec in plan.new_samplers:
             assert spec.request_id not in self.samplers, "opened twice"
             assert spec.request_id not in self.closed_samplers, "opened again"
-            self.samplers[spec.request_id] = _Sampler(spec.params.seed)
+            self.samplers[spec.request_id] = _Sampler(spec, n_due=len(spec.seen))
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.work, "an empty batch"
         assert plan.n_tokens <= self.n_batch, "more than a batch holds"
         assert self.used + plan.n_tokens <= self.n_ctx, "more than the pool holds"
         assert len({work.seq for work in plan.work}) == len(plan.work), "a sequence twice"
+        n_outputs = sum(work.sample + len(work.targets) for work in plan.work)
+        assert n_outputs <= self.n_seqs, "more rows of logits than there are"
         for work in plan.work:
             assert work.tokens, "no tokens"
+            assert len(work.targets) <= len(work.tokens), "nothing to score them after"
+            assert not (work.sample and work.targets), "both at once"
             assert work.pos == len(self.sequences[work.seq]), "a gap or an overlap"
 
     def _compute(self, plan: StepPlan, failing: Collection[int], elapsed_s: float) -> StepResult:
         sampled: dict[int, Sampled] = {}
+        scores: dict[int, Sequence[float]] = {}
         failures: dict[int, str] = {}
         for work in plan.work:
             self.sequences[work.seq] += zip(self.numbers, work.tokens, strict=False)
-            if work.sample and work.request_id in failing:
+            if (work.sample or work.targets) and work.request_id in failing:
                 failures[work.request_id] = "not a number"
             elif work.sample:
                 sampled[work.request_id] = self._sample(work)
+            elif work.targets:
+                scores[work.request_id] = self._score(work)
         return StepResult(
-            status=StepStatus.DONE, sampled=sampled, failures=failures, elapsed_s=elapsed_s
+            status=StepStatus.DONE,
+            sampled=sampled,
+            scores=scores,
+            failures=failures,
+            elapsed_s=elapsed_s,
         )
+
+    def _history(self, work: Work) -> list[int]:
+        return [token for _, token in self.sequences[work.seq]]
 
     def _sample(self, work: Work) -> Sampled:
         sampler = self.samplers[work.request_id]
-        history = [token for _, token in self.sequences[work.seq]]
-        sampled = self.model.next(history, seed=sampler.seed, n_drawn=sampler.n_drawn)
+        history = self._history(work)
+        assert len(history) == sampler.n_due, "a token missing or too many since the last time"
+        sampled = drawn(self.model, history, sampler.spec, sampler.n_drawn)
         sampler.n_drawn += 1
+        sampler.n_due += 1 + len(sampled.forced)
         return sampled
+
+    def _score(self, work: Work) -> list[float]:
+        history = self._history(work)
+        first = len(history) - len(work.targets) + 1
+        return [score(history[:n], target) for n, target in enumerate(work.targets, first)]
 
     def _roll_back(self, plan: StepPlan) -> frozenset[int]:
         """Undo the batch; return the sequences that lost everything by it."""

@@ -15,6 +15,7 @@ from llamad_trio.core.errors import (
     ContextOverflow,
     Disconnected,
     EngineClosed,
+    IncompleteOutput,
     InferenceError,
     LlamadError,
     ModelLoadError,
@@ -39,6 +40,11 @@ EXAMPLES: list[tuple[LlamadError, dict[str, Any], str]] = [
         PromptTooLong(90, 80),
         {"tokens": 90, "budget": 80},
         "prompt too long: 90 tokens, at most 80 fit",
+    ),
+    (
+        IncompleteOutput('{"a": '),
+        {"text": '{"a": '},
+        "the output is incomplete after 6 characters",
     ),
     (
         ContextOverflow("decode", 60, 5, 64),

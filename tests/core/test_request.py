@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.request import MAX_INT, MAX_STOP_CHARS, MAX_STOPS, Message, Request
+from llamad_trio.core.request import (
+    CONSTRAINTS,
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    Message,
+    Request,
+)
+from llamad_trio.core.tools import Tool, ToolCall
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
@@ -31,8 +40,17 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "frequency_penalty": 0.0,
         "seed": None,
         "stop": (),
+        "json_schema": None,
+        "regex": None,
+        "lark": None,
         "grammar": None,
         "grammar_root": "root",
+        "tools": (),
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "tool_format": None,
+        "template_vars": {},
+        "logprobs": None,
         "session": None,
         "raw": False,
     }
@@ -49,6 +67,7 @@ RANGES = [
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("seed", 0, 2**32 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
 ]
 
 
@@ -71,7 +90,13 @@ def test_a_number_of_the_wrong_type_is_refused_by_name(field: str, value: object
         Request("x", **{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["prompt", "system", "grammar", "grammar_root"])
+TEXT_FIELDS = [
+    *("prompt", "system", "regex", "lark", "grammar", "grammar_root"),
+    *("tool_choice", "tool_format", "session"),
+]
+
+
+@pytest.mark.parametrize("field", TEXT_FIELDS)
 @pytest.mark.parametrize("value", ["a\0", "\ud800", b"bytes", 1])
 def test_text_that_llama_cpp_could_not_take_is_refused(field: str, value: object) -> None:
     fields: dict[str, Any] = {"prompt": "x", field: value}
@@ -92,13 +117,29 @@ def test_a_prompt_may_be_token_ids(tokens: list[int]) -> None:
     assert Request(tokens).prompt == tuple(tokens)
 
 
-@pytest.mark.parametrize("prompt", [[1, "2"], [1.0], [True], None, 5, {1}, b"\1", bytearray(1)])
+@pytest.mark.parametrize("prompt", [[1, "2"], [1.0], [True], 5, {1}, b"\1", bytearray(1)])
 def test_a_prompt_of_anything_else_is_refused(prompt: Any) -> None:
     with pytest.raises(ProtocolError, match="prompt"):
         Request(prompt)
 
 
-@pytest.mark.parametrize("fields", [{"system": "be brief"}, {"history": [Message("user", "a")]}])
+def get(a: int) -> int:
+    """Get something."""
+    return a
+
+
+TOOL = Tool("get", "Get something.", {"type": "object", "properties": {"a": {}}}, get)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": "be brief"},
+        {"history": [Message("user", "a")]},
+        {"tools": [get]},
+        {"template_vars": {"enable_thinking": False}},
+    ],
+)
 @pytest.mark.parametrize("prompt", [{"prompt": "x", "raw": True}, {"prompt": [1, 2]}])
 def test_what_needs_the_template_is_refused_where_it_is_skipped(
     fields: dict[str, Any], prompt: dict[str, Any]
@@ -114,6 +155,16 @@ def test_the_conversation_is_system_history_prompt() -> None:
     assert Request("c").messages == (Message("user", "c"),)
 
 
+def test_without_a_prompt_the_history_is_answered() -> None:
+    history = [Message("user", "a")]
+    assert Request(None, history=history, system="s").messages == (Message("system", "s"), *history)
+    assert Request(None, history=history).uses_template
+    bad: list[dict[str, Any]] = [{}, {"system": "s"}, {"raw": True}]
+    for fields in (*bad, {"history": history, "raw": True}):
+        with pytest.raises(ProtocolError):
+            Request(None, **fields)
+
+
 def test_token_ids_are_no_conversation() -> None:
     with pytest.raises(ProtocolError, match="no messages"):
         _ = Request([1]).messages
@@ -123,12 +174,150 @@ def test_its_size_is_that_of_all_its_text() -> None:
     history = [Message("user", "ab"), Message("assistant", "cde")]
     assert Request("xyz", system="s", history=history).n_chars == 9
     assert Request([7, 8]).n_chars == 2
+    for field in ("regex", "lark", "grammar"):
+        assert Request("x", **{field: "a" * 50}).n_chars == 51  # type: ignore[arg-type]
+
+
+LONG = "x" * 1000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"system": LONG},
+        {"history": [Message("tool", LONG)]},
+        {"history": [Message("tool", "", tool_call_id=LONG)]},
+        {"history": [Message("tool", "", name=LONG)]},
+        {"history": [Message("assistant", reasoning=LONG)]},
+        {"history": [Message("assistant", tool_calls=[ToolCall("1", "f", {"a": [LONG]})])]},
+        {"history": [Message("assistant", tool_calls=[ToolCall(LONG, "f", {})])]},
+        {"template_vars": {"a": [LONG]}},
+        {"tools": [Tool("f", LONG, {})]},
+        {"tools": [Tool("f", "", {"description": LONG})]},
+    ],
+)
+def test_no_text_of_a_prompt_is_left_out_of_its_size(fields: dict[str, Any]) -> None:
+    # What is long is worked on in a thread: what was not counted would block the loop.
+    assert Request("", **fields).n_chars >= 1000
+
+
+# -- constraints and tools ------------------------------------------------------------------
+
+GIVEN: dict[str, Any] = {
+    "json_schema": {"type": "integer"},
+    "regex": "a",
+    "lark": "start: /a/",
+    "grammar": 'root ::= "a"',
+    "tools": [get],
+}
+
+
+@pytest.mark.parametrize("first", GIVEN)
+@pytest.mark.parametrize("second", GIVEN)
+def test_a_text_has_one_form_at_most(first: str, second: str) -> None:
+    fields = {first: GIVEN[first], second: GIVEN[second]}
+    if first == second:
+        assert Request("x", **fields).is_constrained
+        return
+    with pytest.raises(ProtocolError, match="only one of") as caught:
+        Request("x", **fields)
+    assert first in caught.value.reason
+    assert second in caught.value.reason
+
+
+def test_an_empty_constraint_is_one_all_the_same() -> None:
+    empty: dict[str, Any] = {"json_schema": {}, "regex": "", "lark": "", "grammar": ""}
+    assert empty.keys() == set(CONSTRAINTS)
+    for field, value in empty.items():
+        assert Request("x", **{field: value}).is_constrained
+        with pytest.raises(ProtocolError, match="only one of"):
+            Request("x", **{field: value}, tools=[get])
+
+
+def test_tools_that_may_not_be_called_leave_room_for_a_constraint() -> None:
+    request = Request("x", tools=[get], tool_choice="none", regex="a")
+    assert request.is_constrained
+    assert not attrs.evolve(request, regex=None).is_constrained
+    assert not Request("x").is_constrained
+
+
+@pytest.mark.parametrize("tools", [get, "get", b"get", {"get": get}, None, [None], ["get"], [5]])
+def test_tools_are_a_list_of_functions_and_tools(tools: Any) -> None:
+    with pytest.raises(ProtocolError, match="tool"):
+        Request("x", tools=tools)
+
+
+def test_functions_and_tools_are_kept_as_they_are() -> None:
+    assert Request("x", tools=(tool for tool in (get, TOOL))).tools == (get, TOOL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["json_schema", "template_vars"])
+@pytest.mark.parametrize(
+    "value", ["{}", [], 5, {"a": b"x"}, {"a": {1}}, {"a": math.nan}, {"a": "\0"}, {"\ud800": 1}]
+)
+def test_data_is_an_object_of_json(field: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        Request("x", **{field: value})
+
+
+def test_data_is_copied() -> None:
+    data: dict[str, Any] = {"a": [1]}
+    request = Request("x", json_schema=data, template_vars=data)
+    data["a"].append(2)
+    assert request.json_schema == request.template_vars == {"a": [1]}
+
+
+@pytest.mark.parametrize("field", ["parallel_tool_calls", "raw"])
+@pytest.mark.parametrize("value", [1, 0, None, "true"])
+def test_a_switch_is_true_or_false(field: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        Request("x", **{field: value})
 
 
 # -- messages -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["tool", "User", "", 3, None, ["user"]])
+def test_a_message_holds_what_its_role_can_have() -> None:
+    call = ToolCall("1", "get", {"a": 1})
+    assert Message("assistant", "", tool_calls=[call], reasoning="hm").tool_calls == (call,)
+    assert Message("tool", "5", tool_call_id="1", name="get").tool_call_id == "1"
+    assert Message("user").content == ""
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(
+    ("field", "roles", "value"),
+    [
+        ("tool_calls", {"assistant"}, [ToolCall("1", "get", {})]),
+        ("reasoning", {"assistant"}, "hm"),
+        ("tool_call_id", {"tool"}, "1"),
+        ("name", {"tool"}, "get"),
+    ],
+)
+def test_a_field_that_a_role_cannot_have_is_refused(
+    role: str, field: str, roles: set[str], value: Any
+) -> None:
+    if role in roles:
+        assert getattr(Message(role, "x", **{field: value}), field)
+        return
+    with pytest.raises(ProtocolError, match=field):
+        Message(role, "x", **{field: value})
+
+
+@pytest.mark.parametrize("field", ["reasoning", "tool_call_id", "name"])
+@pytest.mark.parametrize("value", ["a\0", "\ud800", b"bytes", 1])
+def test_bad_text_in_a_message_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=field):
+        Message("assistant" if field == "reasoning" else "tool", "x", **{field: value})
+
+
+@pytest.mark.parametrize("calls", ["x", 5, None, [None], [{"name": "get"}], ToolCall("1", "f", {})])
+def test_calls_of_anything_but_calls_are_refused(calls: Any) -> None:
+    with pytest.raises(ProtocolError, match="tool_calls"):
+        Message("assistant", "x", tool_calls=calls)
+
+
+@pytest.mark.parametrize("role", ["function", "User", "", 3, None, ["user"]])
 def test_an_unknown_role_is_refused(role: Any) -> None:
     with pytest.raises(ProtocolError, match="role"):
         Message(role, "text")
@@ -189,6 +378,21 @@ def test_a_request_is_frozen_and_varied_by_evolve() -> None:
 
 def test_a_request_can_be_a_key() -> None:
     assert len({Request("x", stop=["a"]), Request("x", stop=("a",)), Request([1])}) == 2
+
+
+def test_a_request_with_data_in_it_can_be_a_key() -> None:
+    def request() -> Request:
+        call = ToolCall("1", "get", {"a": [1]})
+        return Request(
+            None,
+            history=[Message("assistant", "", tool_calls=[call])],
+            tools=[TOOL],
+            template_vars={"a": {"b": 1}},
+        )
+
+    assert len({request(), request()}) == 1
+    schemas = [Request("x", json_schema={"const": n}) for n in (1, 1, 2)]
+    assert len(set(schemas)) == 2
 
 
 @given(

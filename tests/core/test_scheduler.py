@@ -726,6 +726,28 @@ def test_a_checkpoint_that_cannot_be_copied_is_as_if_never_made() -> None:
     books.run_to_end()
 
 
+def test_a_state_that_the_step_in_flight_goes_on_from_cannot_be_held() -> None:
+    books = whole()
+    request = books.submit(A, max_tokens=50)
+    books.steps(3)
+    books.plan()
+    tokens = books.requests[request].history[:-1]
+    assert not books.hold("h", tokens), "when the copy is made, it will be gone"
+    books.finish()
+    assert not books.hold("h", tokens)
+    assert books.hold("h", books.requests[request].history[:-1])
+    books.run_to_end()
+
+
+def test_what_the_step_in_flight_goes_on_from_can_be_held_if_it_can_be_cut() -> None:
+    books = CheckedScheduler(n_ctx=300)
+    request = books.submit(A, max_tokens=50)
+    books.steps(3)
+    books.plan()
+    assert books.hold("h", books.requests[request].history[:-1])
+    books.run_to_end()
+
+
 # -- the step -----------------------------------------------------------------------------
 
 

@@ -20,13 +20,14 @@ from llamad_trio.core.errors import EngineClosed
 from llamad_trio.core.plan import Copy, StepPlan, StepStatus
 from llamad_trio.core.pool import Reuse
 from tests.core.checked_scheduler import CheckedScheduler
-from tests.core.fake_memory import PIECES, EndlessModel, HashModel
+from tests.core.fake_memory import PIECES, EndlessModel, FakeModel, ForcingModel, HashModel
 
 TOKENS = st.integers(1, len(PIECES) - 1)
 STEMS = ([1 + i * i % 11 for i in range(60)], [12 - i % 7 for i in range(60)])
 STOPS = ("stop", "ab", "aa", "b\n", "é", "🙂", "\ufffd", "aba", "")
 STATUSES = st.sampled_from([StepStatus.DONE] * 4 + [s for s in StepStatus if s.name != "DONE"])
 SESSIONS = st.sampled_from([None, None, "s", "t"])
+N_TARGETS = st.sampled_from([0, 0, 0, 1, 7, 30]) | st.integers(0, 60)
 
 HOLDERS = st.sampled_from(["s", "t"])
 
@@ -50,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         can_rewind=st.booleans(),
         spare_seqs=st.sampled_from([1, 2, 8, 3]),
         endless=st.sampled_from([True, False]),
+        forces=st.sampled_from([True, False]),
         ends_by_closing=st.sampled_from([False, False, False, True]),
     )
     def open(
@@ -61,9 +63,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         can_rewind: bool,
         spare_seqs: int,
         endless: bool,
+        forces: bool,
         ends_by_closing: bool,
     ) -> None:
         self.ends_by_closing = ends_by_closing
+        model: FakeModel = EndlessModel() if endless else HashModel()
         self.books = CheckedScheduler(
             n_slots=n_slots,
             n_seqs=n_slots + spare_seqs,
@@ -72,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             n_batch=n_slots + batch,
             reuse=self.reuse,
             can_rewind=can_rewind if self.reuse is Reuse.NOTHING else None,
-            model=EndlessModel() if endless else HashModel(),
+            model=ForcingModel(model) if forces else model,
         )
 
     @rule(
@@ -84,6 +88,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         streams=st.booleans(),
         seed=st.integers(0, 3),
         session=SESSIONS,
+        n_targets=N_TARGETS,
+        n_logprobs=st.sampled_from([None, None, None, 0]),
         n=st.integers(1, 4),
         differ=st.booleans(),
         at_once=st.booleans(),
@@ -98,6 +104,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         streams: bool,
         seed: int,
         session: str | None,
+        n_targets: int,
+        n_logprobs: int | None,
         n: int,
         differ: bool,
         at_once: bool,
@@ -108,6 +116,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if differ:
                 tokens.append(1 + i)
             tokens = tokens[-self.books.n_ctx + 1 :]
+            if n_targets:
+                self.books.score(tokens, min(n_targets, len(tokens)), request_id=self.new_id())
+                continue
             limit = min(max_tokens, self.books.n_ctx - len(tokens))
             self.books.submit(
                 tokens,
@@ -117,6 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 seed=seed + i,
                 session=session,
                 holder=session if limit == 0 else None,
+                n_logprobs=n_logprobs,
                 request_id=self.new_id(),
             )
         self.plan_if(at_once)
@@ -128,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         own=st.lists(TOKENS, max_size=4),
         max_tokens=st.integers(1, 20),
         session=SESSIONS,
+        n_targets=N_TARGETS,
         at_once=st.booleans(),
     )
     def follow_up(
@@ -137,14 +150,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         own: list[int],
         max_tokens: int,
         session: str | None,
+        n_targets: int,
         at_once: bool,
     ) -> None:
         """A prompt that continues what another request has said so far, or branches off it."""
         earlier = self.books.requests[data.draw(st.sampled_from(list(self.books.requests)))]
         tokens = [*earlier.history[: len(earlier.history) - cut], *own]
         if 0 < len(tokens) < self.books.n_ctx and 0 not in tokens:
-            limit = min(max_tokens, self.books.n_ctx - len(tokens))
-            self.books.submit(tokens, max_tokens=limit, session=session, request_id=self.new_id())
+            limit, id_ = min(max_tokens, self.books.n_ctx - len(tokens)), self.new_id()
+            if n_targets:
+                self.books.score(tokens, min(n_targets, len(tokens)), request_id=id_)
+            else:
+                self.books.submit(tokens, max_tokens=limit, session=session, request_id=id_)
         self.plan_if(at_once)
 
     def plan_if(self, wanted: bool) -> None:

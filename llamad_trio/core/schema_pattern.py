@@ -1,0 +1,148 @@
+r"""The regular expressions that mean the same to llguidance, Python and ECMAScript.
+
+A schema's `pattern` is compiled by llguidance, whose syntax is Rust's, and checked by whoever
+validates the text, in Python by `re.search`.  Where the two differ a text could pass one and
+fail the other, so only what they share is taken:
+
+- characters, `.`, `^`, `$`, `|`, groups that capture or not, and quantifiers, lazy ones too;
+- the classes `[…]` of characters and ranges, without sets in sets;
+- the escapes of `_ESCAPES`, and of punctuation.  `\d` and `\w` are ASCII to llguidance, which is
+  less than to Python; so what is *not* a digit or a letter is not the same to both;
+- control characters only where they are excluded, but for those with an escape of their own in
+  JSON: without `\u` llguidance leaves them out where they are the only choice.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["CONTROL", "fault_of_pattern"]
+
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that JSON can only write as `\\u` and a number, or better does."""
+
+_ESCAPES = frozenset("dwsSnrtf")
+_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^\n])", re.DOTALL)
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{[0-9]{1,9}(?:,(?:[0-9]{1,9})?)?\})\??")
+_GROUP = re.compile(r"\((?:\?:|\?P<[A-Za-z_][A-Za-z0-9_]*>|(?!\?))")
+_LOOK = re.compile(r"\(\?<?[=!]")
+
+
+def fault_of_pattern(pattern: str, *, of_keys: bool = False) -> str | None:
+    """Why a regular expression is not taken; `None` if it is.
+
+    Args:
+        pattern: the expression.
+        of_keys: what it does *not* match matters as well, as in `patternProperties`.
+    """
+    try:
+        _scan(pattern)
+        re.compile(pattern)
+        escapes = {found[0] for found in _ESCAPE.finditer(pattern)} & {"\\d", "\\w", "\\s", "\\S"}
+        if of_keys and escapes:
+            raise _Fault(
+                f"{min(escapes)!r} is not supported where keys are told apart: validators do "
+                "not agree on what it takes beyond ASCII"
+            )
+    except _Fault as fault:
+        return str(fault)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"it is no regular expression of Python's: {error}"
+    return None
+
+
+class _Fault(Exception):
+    pass
+
+
+def _scan(pattern: str) -> None:
+    at = 0
+    may_repeat = False
+    while at < len(pattern):
+        match pattern[at]:
+            case "\\":
+                at = _escape(pattern, at, negated=False)
+                may_repeat = True
+            case "[":
+                at = _class(pattern, at)
+                may_repeat = True
+            case "(":
+                at = _group(pattern, at)
+                may_repeat = False
+            case "*" | "+" | "?" | "{":
+                found = _QUANTIFIER.match(pattern, at)
+                if found is None:
+                    raise _Fault("a '{' that is no quantifier must be written '\\{'")
+                if not may_repeat:
+                    raise _Fault(f"there is nothing that {found[0]!r} could repeat")
+                at = found.end()
+                may_repeat = False
+            case "^" | "$" | "|":
+                at += 1
+                may_repeat = False
+            case character if CONTROL.match(character):
+                raise _control_fault(character)
+            case _:
+                at += 1
+                may_repeat = True
+
+
+def _group(pattern: str, at: int) -> int:
+    found = _GROUP.match(pattern, at)
+    if found is not None:
+        return found.end()
+    if _LOOK.match(pattern, at):
+        raise _Fault("look-around is not supported")
+    raise _Fault(f"groups that begin with {pattern[at : at + 3]!r} are not supported")
+
+
+def _escape(pattern: str, at: int, *, negated: bool) -> int:
+    found = _ESCAPE.match(pattern, at)
+    if found is None:
+        raise _Fault("it ends in the middle of an escape, or escapes the end of a line")
+    kind = found[0][1]
+    if len(found[0]) > 2:
+        character = chr(int(found[0].lstrip("\\xu"), 16))
+        if CONTROL.match(character) and not negated:
+            raise _control_fault(character)
+    elif kind == "v" and not negated:
+        raise _control_fault("\v")
+    if len(found[0]) == 2 and kind.isalnum():
+        if kind in "DW" or (negated and kind in "dw"):
+            raise _Fault(
+                f"{found[0]!r} {'in a negated class ' if negated else ''}is not supported: "
+                "validators do not agree whether it takes letters and digits beyond ASCII"
+            )
+        if kind not in _ESCAPES | {"v"} or (negated and kind == "S"):
+            raise _Fault(f"the escape {found[0]!r} is not supported")
+    elif not kind.isascii():
+        raise _Fault(f"the escape {found[0]!r} is not supported")
+    return found.end()
+
+
+def _class(pattern: str, at: int) -> int:
+    at += 1
+    negated = pattern.startswith("^", at)
+    at += negated
+    first = at
+    while at < len(pattern):
+        match pattern[at]:
+            case "]" if at == first:
+                raise _Fault("a ']' in a class must be written '\\]'")
+            case "]":
+                return at + 1
+            case "\\":
+                at = _escape(pattern, at, negated=negated)
+            case "[":
+                raise _Fault("a '[' in a class must be written '\\['")
+            case "&" | "~" | "-" if pattern.startswith(pattern[at] * 2, at):
+                raise _Fault(f"{pattern[at] * 2!r} in a class must be written apart")
+            case character if CONTROL.match(character) and not negated:
+                raise _control_fault(character)
+            case _:
+                at += 1
+    raise _Fault("a class has no end")
+
+
+def _control_fault(character: str) -> _Fault:
+    return _Fault(f"the control character {character!r} is only supported in negated classes")

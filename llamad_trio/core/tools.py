@@ -1,0 +1,110 @@
+"""Tools a model may call, and its calls.  Pure data: nothing here calls anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import attrs
+
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import CONVERT, apply_converters, text
+
+__all__ = ["TOOL_CHOICES", "JsonObject", "Tool", "ToolCall", "ToolChoice", "json_object"]
+
+JsonObject = Mapping[str, Any]
+"""An object of JSON data, as `json.loads` gives it."""
+
+ToolChoice = Literal["auto", "none", "required"] | str  # noqa: PYI051  (the words are documented)
+"""`"auto"`, `"none"`, `"required"`, or the name of the one tool to call."""
+
+TOOL_CHOICES = frozenset({"auto", "none", "required"})
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+"""What every tool format can write without quoting, and no control token looks like."""
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ProtocolError(
+            f"tool name {value!r} must be up to 64 letters, digits, '_', '.' or '-', "
+            "and begin with a letter or '_'"
+        )
+    if value in TOOL_CHOICES:
+        raise ProtocolError(f"a tool cannot be named {value!r}: tool_choice gives that a meaning")
+    return value
+
+
+def json_object(name: str) -> Callable[[object], JsonObject]:
+    """A converter to a copy of an object of JSON data, without text that llama.cpp cannot take."""
+
+    def convert(value: object) -> JsonObject:
+        if not isinstance(value, Mapping):
+            raise ProtocolError(f"{name} must be an object, not {type(value).__name__}")
+        try:
+            copy: JsonObject = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"{name} is not JSON data: {error}") from None
+        for leaf in _texts(copy):
+            text(name)(leaf)
+        return copy
+
+    return convert
+
+
+def _texts(value: object) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case list():
+            for item in value:
+                yield from _texts(item)
+        case dict():
+            for key, item in value.items():
+                yield key
+                yield from _texts(item)
+
+
+@attrs.frozen(field_transformer=apply_converters)
+class Tool:
+    """Something a model may call.
+
+    Args:
+        name: letters, digits, `_`, `.` and `-`.
+        description: what it does, for the model to read.
+        schema: JSON Schema of its arguments, of type `object`.
+        function: what `run_tools` calls with the arguments; the engine never does.
+
+    Raises:
+        ProtocolError: a name that some format could not write, a schema that is no JSON.
+    """
+
+    name: str = attrs.field(metadata={CONVERT: _name})
+    description: str = attrs.field(metadata={CONVERT: text("description")})
+    schema: JsonObject = attrs.field(hash=False, metadata={CONVERT: json_object("schema")})
+    function: Callable[..., object] | None = attrs.field(default=None, eq=False)
+
+    @property
+    def n_chars(self) -> int:
+        """How much text there is to work on."""
+        return len(self.description) + len(str(self.schema))
+
+
+@attrs.frozen(field_transformer=apply_converters)
+class ToolCall:
+    """One call of a tool by the model.
+
+    Args:
+        id: names the call; the message with its result carries it, too.
+        name: the tool's name.
+        arguments: JSON data.
+
+    Raises:
+        ProtocolError: a name no tool can have, arguments that are no JSON.
+    """
+
+    id: str = attrs.field(metadata={CONVERT: text("id")})
+    name: str = attrs.field(metadata={CONVERT: _name})
+    arguments: JsonObject = attrs.field(hash=False, metadata={CONVERT: json_object("arguments")})

@@ -1,0 +1,317 @@
+"""What the scheduler promises of requests that score tokens, one promise at a time.
+
+Every call is also checked by `CheckedScheduler`: that there is one score for each target,
+of the right context, and that a step asks for no more rows of logits than there are.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from llamad_trio.core.errors import InferenceError
+from llamad_trio.core.plan import Copy, StepPlan, StepStatus
+from llamad_trio.core.pool import Reuse
+from tests.core.checked_scheduler import CheckedScheduler
+from tests.core.fake_memory import score
+
+A, B, C = ([i] * 20 for i in (1, 2, 3))
+"""Prompts of 20 tokens that have no beginning in common."""
+
+TEXT = [1 + i * i % 11 for i in range(60)]
+"""A prompt in which positions are told apart."""
+
+
+def rows(plan: StepPlan | None) -> dict[int, int]:
+    """Rows of logits that a plan asks for, for each request."""
+    assert plan is not None
+    return {work.request_id: work.sample + len(work.targets) for work in plan.work}
+
+
+def sizes(plan: StepPlan | None) -> dict[int, int]:
+    """Tokens that a plan computes for each request."""
+    assert plan is not None
+    return {work.request_id: len(work.tokens) for work in plan.work}
+
+
+def copies(plan: StepPlan | None) -> list[Copy]:
+    """The copies a plan asks for."""
+    assert plan is not None
+    return [operation for operation in plan.memory if isinstance(operation, Copy)]
+
+
+def holding(prompt: list[int], *, reuse: Reuse = Reuse.PREFIX) -> CheckedScheduler:
+    """Somebody holds `prompt`."""
+    books = CheckedScheduler(n_ctx=300, reuse=reuse)
+    books.submit(prompt, max_tokens=0, holder="h")
+    books.drain()
+    return books
+
+
+# -- scores -------------------------------------------------------------------------------
+
+
+def test_each_target_is_scored_after_its_own_token_in_order() -> None:
+    books = CheckedScheduler()
+    request = books.submit(TEXT[:20], max_tokens=0, targets=[7, 8, 9])
+    books.drain()
+    finished = books.finished(request)
+    assert finished.scores == (
+        score(TEXT[:18], 7),
+        score(TEXT[:19], 8),
+        score(TEXT[:20], 9),
+    )
+    assert (finished.text, finished.generated_tokens) == ("", 0)
+    assert (finished.finish_reason, finished.logprobs) == ("length", ())
+
+
+def test_one_target_is_scored_after_the_last_token() -> None:
+    books = CheckedScheduler()
+    request = books.score(TEXT[:20], 1)
+    books.drain()
+    assert books.finished(request).scores == (score(TEXT[:20], 100),)
+
+
+def test_a_target_may_be_asked_for_after_every_token() -> None:
+    books = CheckedScheduler(n_ctx=300)
+    books.submit(TEXT, max_tokens=5)
+    books.drain()
+    request = books.score(TEXT, 60)
+    books.drain()
+    finished = books.finished(request)
+    assert finished.scores[0] == score(TEXT[:1], 100)
+    assert len(finished.scores) == 60
+    assert finished.cached_tokens == 0, "logits are wanted of the very first"
+
+
+def test_who_only_scores_samples_nothing() -> None:
+    books = CheckedScheduler()
+    books.score(TEXT[:20], 5)
+    plan = books.plan()
+    assert plan is not None
+    assert plan.new_samplers == ()
+    assert not any(work.sample for work in plan.work)
+    books.finish()
+    assert books.plan() is None
+
+
+def test_who_scores_does_not_generate_and_has_a_token_for_each_target() -> None:
+    books = CheckedScheduler()
+    with pytest.raises(AssertionError):
+        books.submit(A, max_tokens=1, targets=[1])
+    books = CheckedScheduler()
+    with pytest.raises(AssertionError):
+        books.submit([1, 2], max_tokens=0, targets=[1, 2, 3])
+
+
+# -- rows ---------------------------------------------------------------------------------
+
+
+def test_no_more_targets_are_scored_in_a_step_than_there_are_sequences() -> None:
+    books = CheckedScheduler(n_slots=4, n_seqs=12)
+    request = books.score(TEXT, 30)
+    planned = []
+    while books.plan():
+        assert books.in_flight is not None
+        (work,) = books.in_flight.work
+        planned.append((work.pos, len(work.tokens), len(work.targets)))
+        books.finish()
+    assert planned == [(0, 42, 12), (42, 12, 12), (54, 6, 6)]
+    assert len(books.finished(request).scores) == 30
+
+
+def test_tokens_that_are_not_scored_after_need_no_rows() -> None:
+    books = CheckedScheduler(n_slots=1, n_seqs=2, n_batch=50)
+    books.score(TEXT, 3)
+    assert (sizes(books.plan()), rows(books.in_flight)) == ({0: 50}, {0: 0})
+    books.finish()
+    assert (sizes(books.plan()), rows(books.in_flight)) == ({0: 9}, {0: 2})
+    books.finish()
+    assert (sizes(books.plan()), rows(books.in_flight)) == ({0: 1}, {0: 1})
+
+
+def test_streams_keep_their_rows_beside_one_who_scores() -> None:
+    books = CheckedScheduler(n_slots=4, n_seqs=6, n_ctx=400, n_batch=512)
+    first, second = books.submit(A, max_tokens=50), books.submit(B, max_tokens=50)
+    books.step()
+    scorer = books.score(TEXT[:20], 10)
+    prompt = books.submit(C)
+    assert rows(books.plan()) == {first: 1, second: 1, scorer: 3, prompt: 1}
+    books.finish()
+    assert rows(books.plan()) == {first: 1, second: 1, scorer: 3, prompt: 1}
+    books.run_to_end()
+
+
+def test_the_oldest_who_scores_has_the_rows_that_nobody_needs() -> None:
+    books = CheckedScheduler(n_slots=3, n_seqs=8, n_ctx=400, n_batch=512)
+    first, second, third = (books.score([i, *TEXT[:20]], 4) for i in (1, 2, 3))
+    assert rows(books.plan()) == {first: 4, second: 3, third: 1}
+    books.finish()
+    assert rows(books.plan()) == {second: 1, third: 3}
+    books.run_to_end()
+
+
+def test_where_nothing_is_reused_a_full_house_still_scores_a_target_a_step() -> None:
+    books = CheckedScheduler(n_slots=2, n_seqs=2, n_ctx=200, reuse=Reuse.NOTHING)
+    stream, scorer = books.submit(A, max_tokens=30), books.score(TEXT[:20], 3)
+    for _ in range(3):
+        assert rows(books.plan()) == {stream: 1, scorer: 1}
+        books.finish()
+    assert len(books.finished(scorer).scores) == 3
+    books.run_to_end()
+
+
+# -- reuse --------------------------------------------------------------------------------
+
+
+def test_who_scores_goes_on_from_what_is_held_up_to_its_first_scored_token() -> None:
+    books = holding(TEXT[:40])
+    first, second = books.score([*TEXT[:40], 5, 6], 3), books.score([*TEXT[:40], 7, 8], 3)
+    assert [copy.n for copy in copies(books.plan())] == [39, 39]
+    books.run_to_end()
+    assert books.finished(first).cached_tokens == books.finished(second).cached_tokens == 39
+
+
+def test_who_scores_takes_nothing_over_beyond_its_first_scored_token() -> None:
+    books = holding(TEXT)
+    request = books.score(TEXT, 25)
+    assert [copy.n for copy in copies(books.plan())] == [35]
+    books.run_to_end()
+    assert len(books.finished(request).scores) == 25
+
+
+def test_one_who_scores_after_another_shares_the_prompt_while_that_runs() -> None:
+    books = CheckedScheduler(n_ctx=300, n_batch=45)
+    first = books.score([*TEXT[:50], 1, 2, 3, 4, 5], 6)
+    second = books.score([*TEXT[:50], 6, 7, 8, 9, 10], 6)
+    assert sizes(books.plan()) == {first: 45}, "the second waits for what they have in common"
+    books.finish()
+    books.drain()
+    assert books.finished(second).cached_tokens == 45
+
+
+def test_one_who_scores_the_same_tokens_computes_all_that_it_scores_after() -> None:
+    books = CheckedScheduler(n_ctx=300, n_batch=45)
+    books.score(TEXT, 20)
+    books.step()
+    again = books.score(TEXT, 20)
+    assert [copy.n for copy in copies(books.plan())] == [40], "of the 45 that are there"
+    books.run_to_end()
+    assert books.finished(again).cached_tokens == 40
+
+
+@pytest.mark.parametrize("reuse", Reuse)
+def test_what_was_scored_is_not_retained(reuse: Reuse) -> None:
+    books = CheckedScheduler(n_ctx=300, reuse=reuse)
+    books.score(TEXT, 5)
+    books.drain()
+    assert books.retained == []
+    books.score(TEXT, 30)
+    books.step()
+    books.cancel(1)
+    assert books.retained == []
+    books.run_to_end()
+
+
+def test_what_was_held_is_held_after_scoring() -> None:
+    books = holding(TEXT[:40])
+    for i in range(3):
+        books.score([*TEXT[:40], i + 1], 2)
+        books.drain()
+        assert books.retained == [TEXT[:40]]
+
+
+def test_where_nothing_is_reused_everything_is_computed_for_each_score() -> None:
+    books = CheckedScheduler(n_ctx=300, reuse=Reuse.NOTHING)
+    first, second = books.score(TEXT, 5), books.score(TEXT, 5)
+    assert copies(books.plan()) == []
+    books.run_to_end()
+    assert books.finished(first).cached_tokens == books.finished(second).cached_tokens == 0
+    assert books.finished(first).scores == books.finished(second).scores
+
+
+def test_a_state_that_cannot_be_cut_is_gone_on_from_when_it_ends_before_what_is_scored() -> None:
+    books = holding(TEXT[:39], reuse=Reuse.WHOLE)
+    exact, before = books.score([*TEXT[:40], 5, 6], 3), books.score([*TEXT[:41], 5, 6], 3)
+    books.run_to_end()
+    assert books.finished(exact).cached_tokens == 39, "of 42, after the last 3 of which it scores"
+    assert books.finished(before).cached_tokens == 39
+
+
+def test_a_state_that_ends_among_what_is_scored_is_of_no_use() -> None:
+    books = holding(TEXT[:40], reuse=Reuse.WHOLE)
+    request = books.score([*TEXT[:40], 5, 6], 3)
+    assert copies(books.plan()) == []
+    books.run_to_end()
+    assert books.finished(request).cached_tokens == 0
+
+
+# -- when things go wrong -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", Reuse)
+def test_who_is_preempted_while_it_scores_has_each_score_once(reuse: Reuse) -> None:
+    books = CheckedScheduler(n_slots=2, n_seqs=4, n_ctx=300, reuse=reuse)
+    other, scorer = books.submit(A, max_tokens=40), books.score(TEXT, 20)
+    books.steps(5)
+    books.plan()
+    books.pause(scorer)
+    while not books.preempted:
+        books.finish(StepStatus.NO_ROOM)
+        books.plan()
+    assert books.preempted == [scorer]
+    books.finish()
+    books.resume(scorer)
+    books.run_to_end()
+    assert len(books.finished(scorer).scores) == 20
+    assert books.finished(other).generated_tokens == 40
+
+
+@pytest.mark.parametrize("reuse", Reuse)
+def test_an_aborted_step_of_scores_is_computed_again(reuse: Reuse) -> None:
+    books = CheckedScheduler(n_slots=1, n_seqs=6, n_ctx=300, reuse=reuse)
+    scorer = books.score(TEXT, 20)
+    while books.plan():
+        n_steps = books.scheduler.stats().steps
+        books.finish(StepStatus.ABORTED if n_steps in (1, 4) else StepStatus.DONE)
+    assert books.scheduler.stats().aborted_steps == 2
+    assert len(books.finished(scorer).scores) == 20
+
+
+def test_a_failed_copy_of_the_prompt_costs_no_score() -> None:
+    books = holding(TEXT[:40])
+    scorer = books.score([*TEXT[:40], 5], 2)
+    (copy,) = copies(books.plan())
+    books.finish(failing_copies={copy.dst})
+    books.run_to_end()
+    assert len(books.finished(scorer).scores) == 2
+    assert books.finished(scorer).cached_tokens == 0
+
+
+def test_logits_that_are_no_numbers_fail_only_who_scores_with_them() -> None:
+    books = CheckedScheduler(n_ctx=300, n_batch=200)
+    bad, good = books.score([1, *TEXT], 5), books.score([2, *TEXT], 5)
+    assert min(rows(books.plan()).values()) > 0
+    books.finish(failing=[bad])
+    assert isinstance(books.error(bad), InferenceError)
+    books.run_to_end()
+    assert len(books.finished(good).scores) == 5
+
+
+def test_one_who_scores_and_is_cancelled_in_flight_gets_nothing() -> None:
+    books = CheckedScheduler()
+    books.score(TEXT, 5)
+    books.plan()
+    books.cancel(0)
+    assert books.finish() == []
+    assert books.retained == []
+    assert books.plan() is None
+
+
+def test_one_who_scores_waits_its_turn_and_counts_whole_at_admission() -> None:
+    books = CheckedScheduler(n_ctx=100)
+    first, second = books.score([1, *TEXT[:50]], 5), books.score([2, *TEXT[:50]], 5)
+    books.plan()
+    assert books.running == [first]
+    books.finish()
+    books.run_to_end()
+    assert len(books.finished(second).scores) == 5

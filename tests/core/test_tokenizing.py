@@ -1,0 +1,112 @@
+"""A prompt's tokens: one BOS where the model wants it, and no trace of a sentinel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.core.tokenizing import tokens_of_prompt, without_sentinel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llamad_trio.core.runtime import Runtime
+
+S = "\ufdd0"
+BYTES = S.encode()
+
+
+class Facts:
+    """All of the facts that are asked for."""
+
+    def __init__(self, bos_text: str) -> None:
+        self.bos_text = bos_text
+
+
+class Pieces:
+    """A vocabulary whose tokens are whatever a test makes of them."""
+
+    def __init__(self, pieces: Sequence[bytes] = (), bos_text: str = "") -> None:
+        self.of_token = pieces
+        self.facts = Facts(bos_text)
+
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """By number."""
+        return [self.of_token[token] for token in tokens]
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """A token for each character, after -1 for a BOS that was added."""
+        assert parse_special
+        return [-1] * (add_special and bool(self.facts.bos_text)) + [ord(char) for char in text]
+
+
+def kept(pieces: Sequence[bytes], count: int) -> list[bytes] | None:
+    """What is left of tokens, as the bytes they stand for."""
+    runtime = cast("Runtime", Pieces(pieces))
+    tokens = without_sentinel(runtime, range(len(pieces)), S, count)
+    return None if tokens is None else [pieces[token] for token in tokens]
+
+
+WAYS = ([BYTES], [BYTES[:1], BYTES[1:]], [BYTES[:2], BYTES[2:]], [bytes([b]) for b in BYTES])
+others = st.sampled_from([b"", b"a", b"<", b"im_start", b" the", b"\xef", b"\xef\xb7", b"\xb7\x91"])
+
+
+@given(
+    st.lists(
+        st.sampled_from(WAYS).map(lambda way: (True, way)) | others.map(lambda p: (False, [p]))
+    )
+)
+def test_a_sentinel_goes_however_many_tokens_it_takes(
+    parts: list[tuple[bool, list[bytes]]],
+) -> None:
+    pieces = [piece for _, way in parts for piece in way]
+    text = b"".join(pieces)
+    wanted = [piece for is_sentinel, way in parts if not is_sentinel for piece in way]
+    count = sum(is_sentinel for is_sentinel, _ in parts)
+    found = kept(pieces, count)
+    if text.count(BYTES) != count:
+        return  # pieces of no text at all, which happen to make one more
+    assert found is not None
+    assert b"".join(found) == b"".join(wanted)
+    assert found == wanted or b"" in wanted
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"<" + BYTES, b"s>"],
+        [b"<", BYTES + b"s>"],
+        [b"<", BYTES[:2], BYTES[2:] + b"s>"],
+        [b"<" + BYTES[:1], BYTES[1:], b"s>"],
+        [b"<", b"[UNK]", b"s>"],
+        [b"<", b"s>"],
+        [b"<", BYTES[:1], b"", BYTES[1:], b"s>"],
+    ],
+)
+def test_a_token_that_joins_it_to_its_neighbour_is_noticed(pieces: list[bytes]) -> None:
+    assert kept(pieces, 1) is None
+
+
+def test_one_of_several_that_cannot_be_told_is_enough() -> None:
+    assert kept([BYTES, b"a", BYTES + b"b"], 2) is None
+    assert kept([BYTES, b"a", BYTES], 2) == [b"a"]
+
+
+def test_what_begins_as_the_sentinel_does_is_kept() -> None:
+    pieces = [b"\xef", b"\xb7", b"\x91", b"\xef", b"\xef", b"\xb7", b"\x90", b"\xef"]
+    assert kept(pieces, 1) == [b"\xef", b"\xb7", b"\x91", b"\xef", b"\xef"]
+
+
+def test_tokens_without_bytes_stay_where_they_are() -> None:
+    assert kept([b"", BYTES, b"", b"a"], 1) == [b"", b"", b"a"]
+
+
+@pytest.mark.parametrize(
+    ("bos", "text", "n"), [("<s>", "cat", 1), ("<s>", "<s>cat", 0), ("", "cat", 0), ("<s>", "", 1)]
+)
+def test_a_prompt_has_one_bos_where_the_model_wants_it(bos: str, text: str, n: int) -> None:
+    tokens = tokens_of_prompt(cast("Runtime", Pieces(bos_text=bos)), text)
+    assert tokens == [-1] * n + [ord(char) for char in text]
