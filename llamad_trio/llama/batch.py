@@ -38,21 +38,21 @@ class Batch:
             logits=_pointer(self._output, ctypes.c_int8),
         )
 
+        self.n_outputs = 0
+
     def clear(self) -> None:
         """Start a new batch."""
         self._batch.n_tokens = 0
+        self.n_outputs = 0
 
-    def add(self, tokens: Sequence[int], *, pos: int, seq: int, output: bool) -> int:
+    def add(self, tokens: Sequence[int], *, pos: int, seq: int, n_outputs: int) -> None:
         """Append tokens of one sequence.
 
         Args:
             tokens: their ids.
             pos: position of the first.
             seq: the sequence they belong to.
-            output: whether to compute logits for the last.
-
-        Returns:
-            The row of the last token.
+            n_outputs: for how many of the last to compute logits.
         """
         start: int = self._batch.n_tokens
         end = start + len(tokens)
@@ -60,9 +60,9 @@ class Batch:
         self._pos[start:end] = range(pos, pos + len(tokens))
         self._seq[start:end] = seq
         self._output[start:end] = 0
-        self._output[end - 1] = output
+        self._output[end - n_outputs : end] = 1
         self._batch.n_tokens = end
-        return end - 1
+        self.n_outputs += n_outputs
 
     def decode(self, context: lib.llama_context_p) -> int:
         """Run `llama_decode`; return its code (0 done, 1 no room, 2 aborted, < 0 failed)."""

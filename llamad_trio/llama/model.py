@@ -72,9 +72,10 @@ class Model:
             raise ModelLoadError(str(path), reason)
         self.pointer = pointer
         self.path = path
-        self._vocab = lib.llama_model_get_vocab(pointer)
-        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
+        self.vocab = lib.llama_model_get_vocab(pointer)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
         self._pieces: dict[int, bytes] = {}
+        self._special_pieces: dict[int, bytes] = {}
         self._eog: dict[int, bool] = {}
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class Model:
             raise UnsupportedFeature("generation", f"{self.path.name} is an encoder-decoder model")
         if lib.llama_model_is_diffusion(self.pointer):
             raise UnsupportedFeature("generation", f"{self.path.name} is a diffusion model")
-        if not self.metadata("general.architecture") or lib.llama_vocab_type(self._vocab) == 0:
+        if not self.metadata("general.architecture") or lib.llama_vocab_type(self.vocab) == 0:
             raise UnsupportedFeature("generation", f"{self.path.name} has no vocabulary")
 
     def metadata(self, key: str) -> str | None:
@@ -145,12 +146,12 @@ class Model:
         # No vocabulary yields more tokens than bytes, beside what add_special adds.
         tokens = (ctypes.c_int32 * (len(data) + 8))()
         n = lib.llama_tokenize(
-            self._vocab, data, len(data), tokens, len(tokens), add_special, parse_special
+            self.vocab, data, len(data), tokens, len(tokens), add_special, parse_special
         )
         if n < 0:
             tokens = (ctypes.c_int32 * -n)()
             n = lib.llama_tokenize(
-                self._vocab, data, len(data), tokens, len(tokens), add_special, parse_special
+                self.vocab, data, len(data), tokens, len(tokens), add_special, parse_special
             )
         return tokens[:n]
 
@@ -160,7 +161,7 @@ class Model:
         size = 16 * len(tokens) + 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = lib.llama_detokenize(self._vocab, ids, len(ids), buffer, size, False, True)
+            n = lib.llama_detokenize(self.vocab, ids, len(ids), buffer, size, False, True)
             if n >= 0:
                 return buffer.raw[:n].decode(errors="replace")
             size = -n
@@ -169,46 +170,74 @@ class Model:
         """The bytes a generated token stands for; a control token is `b""`."""
         piece = self._pieces.get(token)
         if piece is None:
-            piece = self._pieces[token] = self._read_piece(token, special=False)
+            piece = self._pieces[token] = self.read_piece(token, special=False)
+        return piece
+
+    def special_piece(self, token: int) -> bytes:
+        """The bytes of a token, a control token written out."""
+        piece = self._special_pieces.get(token)
+        if piece is None:
+            piece = self._special_pieces[token] = self.read_piece(token, special=True)
         return piece
 
     def ends_generation(self, token: int) -> bool:
         """Whether the token means that the text is finished."""
         ends = self._eog.get(token)
         if ends is None:
-            ends = self._eog[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
+            ends = self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return ends
 
     @property
     def bos_text(self) -> str:
         """What a chat template writes as `bos_token`."""
-        return self._special_text(lib.llama_vocab_bos(self._vocab))
+        return self._special_text(lib.llama_vocab_bos(self.vocab))
 
     @property
     def eos_text(self) -> str:
         """What a chat template writes as `eos_token`."""
-        return self._special_text(lib.llama_vocab_eos(self._vocab))
+        return self._special_text(lib.llama_vocab_eos(self.vocab))
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """The tokens that are no text, by how a template writes them."""
+        return self._tokens_of(lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN)
+
+    @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """The text of the tokens that were added to the vocabulary, and are found in any text."""
+        return frozenset(self._tokens_of(lib.LLAMA_TOKEN_ATTR_USER_DEFINED))
 
     @property
     def adds_bos(self) -> bool:
         """Whether the model wants every prompt to begin with BOS."""
-        return bool(lib.llama_vocab_get_add_bos(self._vocab))
+        return bool(lib.llama_vocab_get_add_bos(self.vocab))
 
     @cached_property
     def max_bytes_per_token(self) -> int | None:
         """Most bytes of text that one token can stand for; `None` if there is no bound."""
-        if lib.llama_vocab_type(self._vocab) not in _BOUNDED_VOCABULARIES:
+        if lib.llama_vocab_type(self.vocab) not in _BOUNDED_VOCABULARIES:
             return None
-        return max(len(lib.llama_vocab_get_text(self._vocab, t)) for t in range(self.n_vocab))
+        return max(len(lib.llama_vocab_get_text(self.vocab, t)) for t in range(self.n_vocab))
+
+    def _tokens_of(self, attributes: int) -> dict[str, int]:
+        tokens = (
+            token
+            for token in range(self.n_vocab)
+            if lib.llama_vocab_get_attr(self.vocab, token) & attributes
+        )
+        texts = {self.read_piece(t, special=True).decode(errors="replace"): t for t in tokens}
+        texts.pop("", None)
+        return texts
 
     def _special_text(self, token: int) -> str:
-        return "" if token < 0 else self._read_piece(token, special=True).decode(errors="replace")
+        return "" if token < 0 else self.read_piece(token, special=True).decode(errors="replace")
 
-    def _read_piece(self, token: int, *, special: bool) -> bytes:
+    def read_piece(self, token: int, *, special: bool) -> bytes:
+        """The bytes of a token from llama.cpp itself; a control token's if `special`."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            n = lib.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

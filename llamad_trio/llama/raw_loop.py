@@ -53,7 +53,7 @@ class RawLoop:
         for step in range(n_tokens):
             batch.clear()
             for seq, token in enumerate(newest):
-                batch.add([token], pos=len(prompts[seq]) + step, seq=seq, output=True)
+                batch.add([token], pos=len(prompts[seq]) + step, seq=seq, n_outputs=1)
             batch.decode(context.pointer)
             newest = [int(row.argmax()) for row in context.logits(len(prompts))]
             for token in newest:
@@ -70,6 +70,6 @@ class RawLoop:
         for pos in range(0, len(prompt), self._n_batch):
             chunk = prompt[pos : pos + self._n_batch]
             batch.clear()
-            batch.add(chunk, pos=pos, seq=seq, output=pos + len(chunk) == len(prompt))
+            batch.add(chunk, pos=pos, seq=seq, n_outputs=int(pos + len(chunk) == len(prompt)))
             batch.decode(context.pointer)
         return int(context.logits(1)[0].argmax())

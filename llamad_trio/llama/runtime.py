@@ -14,6 +14,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.core.identity import Manifest
 from llamad_trio.core.plan import (
@@ -29,9 +30,11 @@ from llamad_trio.core.plan import (
     Work,
 )
 from llamad_trio.core.runtime import ModelFacts
+from llamad_trio.llama.constraint import Compiler, Matcher
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.model import Model
-from llamad_trio.llama.sampler import Sampler
+from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
+from llamad_trio.llama.vocabulary import LlamaVocabulary
 
 __all__ = ["LlamaRuntime"]
 
@@ -76,6 +79,7 @@ class LlamaRuntime:
             self.facts: ModelFacts = self._read_facts()
             undo.pop_all()
         self._samplers: dict[int, Sampler] = {}
+        self._compiler = Compiler(LlamaVocabulary(self.model))
 
     def _n_seqs(self) -> int:
         """Sequences for the slots, and for prefixes that are retained beside them.
@@ -103,6 +107,8 @@ class LlamaRuntime:
             bos_text=model.bos_text,
             eos_text=model.eos_text,
             max_bytes_per_token=model.max_bytes_per_token,
+            control_tokens=model.control_tokens,
+            added_tokens=model.added_tokens,
             can_rewind=False,  # until the warm-up has shown it
             n_seqs=self._n_seqs(),
             identity="",  # until `identify`
@@ -138,6 +144,14 @@ class LlamaRuntime:
         """See `Model.detokenize`."""
         return self.model.detokenize(tokens)
 
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """See `Model.special_piece`."""
+        return [self.model.special_piece(token) for token in tokens]
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """See `Compiler.compile`."""
+        return self._compiler.compile(constraint)
+
     # -- steps: from the lane's thread ------------------------------------------------------
 
     def warm_up(self) -> None:
@@ -149,7 +163,7 @@ class LlamaRuntime:
         context = self._context
         for pos in range(2):  # one by one: a batch may have room for no more
             context.batch.clear()
-            context.batch.add([0], pos=pos, seq=0, output=True)
+            context.batch.add([0], pos=pos, seq=0, n_outputs=1)
             code = context.batch.decode(context.pointer)
             if code != 0:
                 reason = f"the first step failed with code {code}"
@@ -168,7 +182,7 @@ class LlamaRuntime:
         for request_id in plan.old_samplers:
             self._samplers.pop(request_id).close()
         for spec in plan.new_samplers:
-            self._samplers[spec.request_id] = Sampler(spec.params, self.model.n_vocab, spec.seen)
+            self._samplers[spec.request_id] = Sampler(spec, self.model)
         lost, saved = self._arrange(plan.memory)
         if lost:
             # The plan builds on what is gone: nothing of it can be computed.
@@ -181,22 +195,13 @@ class LlamaRuntime:
         if not plan.work:
             return StepResult(status=StepStatus.DONE)
         batch.clear()
-        rows = [
-            batch.add(work.tokens, pos=work.pos, seq=work.seq, output=work.sample)
-            for work in plan.work
-        ]
+        for work in plan.work:
+            n_outputs = max(int(work.sample), len(work.targets))
+            batch.add(work.tokens, pos=work.pos, seq=work.seq, n_outputs=n_outputs)
         code = batch.decode(context.pointer)
         if code != 0:
             return self._roll_back(plan, code)
-        sampled, failures = self._sample(
-            [(work, row) for work, row in zip(plan.work, rows, strict=True) if work.sample]
-        )
-        return StepResult(
-            status=StepStatus.DONE,
-            sampled=sampled,
-            failures=failures,
-            elapsed_s=time.perf_counter() - start,
-        )
+        return attrs.evolve(self._read_logits(plan.work), elapsed_s=time.perf_counter() - start)
 
     def request_abort(self) -> None:
         """Stop the running step at the next graph node.  From any thread."""
@@ -239,25 +244,34 @@ class LlamaRuntime:
                         lost.add(seq)
         return frozenset(lost), saved
 
-    def _sample(
-        self, outputs: Sequence[tuple[Work, int]]
-    ) -> tuple[dict[int, Sampled], dict[int, str]]:
+    def _read_logits(self, work: Sequence[Work]) -> StepResult:
+        """What the logits of the last batch say."""
+        context = self._context
         sampled: dict[int, Sampled] = {}
+        scores: dict[int, Sequence[float]] = {}
         failures: dict[int, str] = {}
-        if not outputs:
-            return sampled, failures
-        logits = self._context.logits(len(outputs))
-        for (work, row), row_logits in zip(outputs, logits, strict=True):
+        if not context.batch.n_outputs:
+            return StepResult(status=StepStatus.DONE)
+        logits = context.logits(context.batch.n_outputs)
+        end_row, end_output = 0, 0
+        for item in work:
+            n_outputs = max(int(item.sample), len(item.targets))
+            end_row += len(item.tokens)
+            end_output += n_outputs
+            rows = logits[end_output - n_outputs : end_output]
             # The greatest logit is NaN if any is: one cheap look before llama.cpp asserts.
-            if np.isnan(row_logits.max()):
-                failures[work.request_id] = "the model computed logits that are not numbers"
-                continue
-            sampler = self._samplers[work.request_id]
-            token = sampler.sample(self._context.pointer, row, row_logits)
-            sampled[work.request_id] = Sampled(
-                token, self.model.piece(token), self.model.ends_generation(token)
-            )
-        return sampled, failures
+            if n_outputs and np.isnan(rows.max()):
+                failures[item.request_id] = "the model computed logits that are not numbers"
+            elif item.targets:
+                told = log_softmax(rows)[np.arange(n_outputs), item.targets]
+                scores[item.request_id] = told.tolist()
+            elif item.sample:
+                sampler = self._samplers[item.request_id]
+                try:
+                    sampled[item.request_id] = sampler.sample(context.pointer, end_row - 1, rows[0])
+                except ConstraintFailure as failure:
+                    failures[item.request_id] = f"constraint: {failure}"
+        return StepResult(status=StepStatus.DONE, sampled=sampled, failures=failures, scores=scores)
 
     def _roll_back(self, plan: StepPlan, code: int) -> StepResult:
         """Bring the pool back to what it was before the plan's batch, or to less."""

@@ -1,4 +1,4 @@
-"""From logits to one token.
+"""From logits to the next token, and those a constraint forces after it.
 
 Greedy requests take the likeliest token straight from the logits.  Others apply the
 penalties here, to the few tokens they concern, and leave the rest to a llama.cpp
@@ -14,9 +14,13 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from llamad_trio.core.completion import TokenLogprob
+from llamad_trio.core.plan import Sampled, SamplerSpec
 from llamad_trio.core.sampling import SamplingParams
+from llamad_trio.llama.constraint import Matcher
+from llamad_trio.llama.model import Model
 
-__all__ = ["Sampler"]
+__all__ = ["ConstraintFailure", "Sampler", "log_softmax"]
 
 
 class _Penalties:
@@ -56,22 +60,32 @@ class _Penalties:
         logits[ids] = values
 
 
+class ConstraintFailure(Exception):
+    """A constraint cannot go on: no token may come next, or it would take too long to tell."""
+
+
 class Sampler:
     """One request's sampling state.
 
     Args:
-        params: the resolved numbers.
-        n_vocab: size of the vocabulary.
-        seen: the prompt's tokens, which the penalties count too.
+        spec: the resolved numbers, the prompt's tokens, which the penalties count too, and
+            the constraint, if there is one.
+        model: whose tokens they are.
     """
 
-    def __init__(self, params: SamplingParams, n_vocab: int, seen: Sequence[int]) -> None:
+    def __init__(self, spec: SamplerSpec, model: Model) -> None:
+        assert spec.constraint is None or isinstance(spec.constraint, Matcher)
+        self._matcher = spec.constraint
+        self._visible = spec.visible
+        self._n_logprobs = spec.n_logprobs
+        self._model = model
         self._chain = None
         self._penalties = None
+        params = spec.params
         if params.greedy:
             return
         if params.has_penalties:
-            self._penalties = _Penalties(params, n_vocab, seen)
+            self._penalties = _Penalties(params, model.n_vocab, spec.seen)
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if params.top_k > 0:
             self._add(lib.llama_sampler_init_top_k(params.top_k))
@@ -82,22 +96,34 @@ class Sampler:
         self._add(lib.llama_sampler_init_temp(params.temperature))
         self._add(lib.llama_sampler_init_dist(params.seed))
 
-    def sample(self, context: lib.llama_context_p, row: int, logits: NDArray[np.float32]) -> int:
-        """Draw a token and remember it.
+    def sample(
+        self, context: lib.llama_context_p, row: int, logits: NDArray[np.float32]
+    ) -> Sampled:
+        """Draw a token, and take with it those that the constraint then forces.
 
         Args:
             context: where the logits lie.
             row: the batch row they belong to.
             logits: the same logits as an array of shape (n_vocab,); changed in place.
+
+        Raises:
+            ConstraintFailure: the constraint cannot go on.
         """
-        if self._chain is None:
-            return int(logits.argmax())
+        # Before the logits are changed, and the forced ones one by one: each has its own.
+        logprobs = None if self._n_logprobs is None else log_softmax(logits)
+        tokens = self._next(context, row, logits, one_by_one=logprobs is not None)
         if self._penalties is not None:
-            self._penalties.apply(logits)
-        token = int(lib.llama_sampler_sample(self._chain, context, row))
-        if self._penalties is not None:
-            self._penalties.accept(token)
-        return token
+            for token in tokens:
+                self._penalties.accept(token)
+        ends = self._model.ends_generation(tokens[0])
+        return Sampled(
+            tokens[0],
+            b"" if ends else self._piece(tokens[0]),
+            ends,
+            forced=[(token, self._piece(token)) for token in tokens[1:]],
+            is_complete=self._matcher is not None and self._matcher.is_complete,
+            logprobs=None if logprobs is None else self._told(tokens[0], logprobs),
+        )
 
     def close(self) -> None:
         """Free the chain.  The sampler must not be used again."""
@@ -105,5 +131,69 @@ class Sampler:
             lib.llama_sampler_free(self._chain)
             self._chain = None
 
+    def _next(
+        self,
+        context: lib.llama_context_p,
+        row: int,
+        logits: NDArray[np.float32],
+        *,
+        one_by_one: bool,
+    ) -> list[int]:
+        matcher = self._matcher
+        if matcher is None:
+            return [self._draw(context, row, logits)]
+        tokens = matcher.forced()
+        if not tokens:
+            tokens = [self._draw(context, row, logits)]
+            if self._model.ends_generation(tokens[0]):
+                return tokens
+            matcher.accept(tokens)
+            if not one_by_one:
+                forced = matcher.forced()
+                matcher.accept(forced)
+                tokens += forced
+        else:
+            # Not drawn, so that no random number is used up: the text is the same whether
+            # or not they are taken together.
+            tokens = tokens[:1] if one_by_one else tokens
+            matcher.accept(tokens)
+        if matcher.error is not None:
+            raise ConstraintFailure(matcher.error)
+        return tokens
+
+    def _draw(self, context: lib.llama_context_p, row: int, logits: NDArray[np.float32]) -> int:
+        if self._chain is None:
+            token = int(logits.argmax())
+            if self._matcher is None or self._matcher.allows(token):
+                return token  # the likeliest of all is the likeliest of those allowed
+        if self._matcher is not None and not self._matcher.apply(logits):
+            raise ConstraintFailure(self._matcher.error or "no token may come next")
+        if self._chain is None:
+            return int(logits.argmax())
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        return int(lib.llama_sampler_sample(self._chain, context, row))
+
+    def _piece(self, token: int) -> bytes:
+        visible = token in self._visible
+        return self._model.special_piece(token) if visible else self._model.piece(token)
+
+    def _told(self, token: int, logprobs: NDArray[np.float32]) -> TokenLogprob:
+        def told(token: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+            piece = self._model.special_piece(token)
+            return TokenLogprob(token, piece, float(logprobs[token]), top)
+
+        n = min(self._n_logprobs or 0, len(logprobs))
+        likeliest = np.argpartition(logprobs, -n)[-n:] if n else np.empty(0, dtype=np.int64)
+        order = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
+        return told(token, [told(int(t)) for t in order])
+
     def _add(self, sampler: lib.llama_sampler_p) -> None:
         lib.llama_sampler_chain_add(self._chain, sampler)
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Logarithms of the probabilities that logits stand for, along the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

@@ -305,7 +305,7 @@ def _repeat_batch(context: Context, step: Step, in_place_of: dict[int, int]) -> 
     context.batch.clear()
     for work in step.work:
         seq = in_place_of.get(work.seq, work.seq)
-        context.batch.add(work.tokens, pos=work.pos, seq=seq, output=work.sample)
+        context.batch.add(work.tokens, pos=work.pos, seq=seq, n_outputs=int(work.sample))
     if step.status is StepStatus.DONE:
         assert context.batch.decode(context.pointer) == 0
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import attrs
 import llama_cpp
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from llamad_trio.core.plan import SamplerSpec
 from llamad_trio.core.sampling import SamplingParams
 from llamad_trio.llama.sampler import Sampler
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+
+    from llamad_trio.llama.model import Model
 
 N_VOCAB = 40
 
@@ -49,6 +53,12 @@ penalties = st.builds(
     frequency=st.floats(-2.0, 2.0),
 ).filter(lambda params: params.has_penalties)
 
+
+def sampler_for(params: SamplingParams, prompt: Sequence[int]) -> Sampler:
+    model = cast("Model", SimpleNamespace(n_vocab=N_VOCAB))
+    return Sampler(SamplerSpec(request_id=1, params=params, seen=prompt), model)
+
+
 tokens = st.lists(st.integers(0, N_VOCAB - 1), max_size=40)
 
 
@@ -65,7 +75,7 @@ def test_penalties_are_those_of_llama_cpp(
     logits[seed % N_VOCAB] = 0.0
     expected = penalised_by_llama_cpp(params, [*prompt, *said], logits)
 
-    sampler = Sampler(params, N_VOCAB, prompt)
+    sampler = sampler_for(params, prompt)
     try:
         assert sampler._penalties is not None
         for token in said:
@@ -113,7 +123,7 @@ def penalised_by_llama_cpp(
     ],
 )
 def test_what_changes_no_logit_costs_nothing(params: SamplingParams) -> None:
-    sampler = Sampler(params, N_VOCAB, [1, 2, 3])
+    sampler = sampler_for(params, [1, 2, 3])
     assert sampler._penalties is None
     sampler.close()
     sampler.close()  # once is enough, twice does no harm

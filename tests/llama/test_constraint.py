@@ -1,0 +1,147 @@
+"""Compiled constraints: what may come next, what must, and one tokenizer for all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.constraint import Constraint
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.llama.constraint import Compiler, Matcher
+from llamad_trio.llama.model import Model
+from llamad_trio.llama.vocabulary import LlamaVocabulary
+
+if TYPE_CHECKING:
+    from tests.models import TinyModels
+
+SCHEMA = Constraint(
+    "json_schema",
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {"key": {"enum": ["one", "other"]}, "n": {"type": "integer"}},
+            "required": ["key", "n"],
+            "additionalProperties": False,
+        }
+    ),
+)
+
+
+class CountingVocabulary(LlamaVocabulary):
+    made = 0
+
+    def pieces(self) -> Sequence[bytes]:
+        self.made += 1
+        return super().pieces()
+
+
+@pytest.fixture
+def model(tiny_model: TinyModels) -> Iterator[Model]:
+    model = Model(tiny_model("attention"), EngineConfig(), lambda _: True)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def compiler(model: Model) -> Compiler:
+    return Compiler(CountingVocabulary(model))
+
+
+def accept(matcher: Matcher, model: Model, text: str) -> bool:
+    by_piece = {model.piece(token): token for token in range(model.n_vocab)}
+    return all(matcher.accept([by_piece[char.encode()]]) for char in text)
+
+
+def test_a_mask_is_what_each_token_says_of_itself(compiler: Compiler, model: Model) -> None:
+    matcher = compiler.compile(SCHEMA)
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        matcher.accept(matcher.forced())  # of which the mask has only the usual tokens
+        if matcher.is_complete:
+            break
+        mask = matcher.mask()
+        assert mask.tolist() == [matcher.allows(token) for token in range(model.n_vocab)]
+        logits = np.zeros(model.n_vocab, dtype=np.float32)
+        assert matcher.apply(logits)
+        assert (logits == 0).tolist() == mask.tolist()
+        assert np.isneginf(logits[~mask]).all()
+        allowed = [t for t in np.flatnonzero(mask) if not model.ends_generation(int(t))]
+        matcher.accept([int(rng.choice(allowed))])
+    assert matcher.error is None
+
+
+def test_forced_tokens_are_those_that_masks_leave_alone(compiler: Compiler) -> None:
+    together, one_by_one = compiler.compile(SCHEMA), compiler.compile(SCHEMA)
+    forced = together.forced()
+    assert len(forced) > 5
+    for token in forced:
+        assert np.flatnonzero(one_by_one.mask()).tolist() == [token]
+        assert one_by_one.accept([token])
+    assert one_by_one.mask().sum() > 1
+
+
+def test_the_tokenizer_is_made_once(compiler: Compiler) -> None:
+    threads = [threading.Thread(target=compiler.compile, args=(SCHEMA,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    compiler.compile(Constraint("regex", "a"))
+    assert isinstance(compiler.vocabulary, CountingVocabulary)
+    assert compiler.vocabulary.made == 1
+
+
+def test_free_text_has_no_control_tokens(compiler: Compiler, model: Model) -> None:
+    mask = compiler.compile(Constraint("regex", r"(.|\n)*")).mask()
+    control = [t for t in model.control_tokens.values() if not model.ends_generation(t)]
+    assert control
+    assert not mask[control].any()
+
+
+def test_a_constraint_can_begin_after_a_text(compiler: Compiler, model: Model) -> None:
+    matcher = compiler.compile(Constraint("regex", "[xy]z", after="</think>"))
+    assert accept(matcher, model, "any { thing </think>\n\nx")
+    assert not matcher.may_end
+    assert not matcher.allows(next(t for t in range(model.n_vocab) if model.piece(t) == b"q"))
+    assert accept(matcher, model, "z")
+    assert matcher.is_complete
+
+
+def test_a_constraint_can_begin_after_a_control_token(compiler: Compiler, model: Model) -> None:
+    text, token = next(
+        (text, t) for text, t in model.control_tokens.items() if not model.ends_generation(t)
+    )
+    matcher = compiler.compile(Constraint("regex", "xy", after=text))
+    assert accept(matcher, model, f"spelt out {text} is none, ")
+    assert matcher.accept([token])
+    assert accept(matcher, model, "xy")
+    assert matcher.is_complete
+
+
+@pytest.mark.parametrize("source", ["a{2}/b", r"a\/b", r"[/]\\/"])
+def test_slashes_in_a_regular_expression_are_its_own(
+    compiler: Compiler, model: Model, source: str
+) -> None:
+    text = {"a{2}/b": "aa/b", r"a\/b": "a/b", r"[/]\\/": "/\\/"}[source]
+    matcher = compiler.compile(Constraint("regex", source))
+    assert accept(matcher, model, text)
+    assert matcher.is_complete
+
+
+def test_what_is_not_allowed_ends_it(compiler: Compiler, model: Model) -> None:
+    matcher = compiler.compile(Constraint("regex", "ab"))
+    assert not accept(matcher, model, "b")
+    assert matcher.error
+    assert not matcher.mask().any()
+    assert not matcher.apply(np.zeros(model.n_vocab, dtype=np.float32))
+
+
+def test_what_cannot_be_written_is_refused(compiler: Compiler) -> None:
+    with pytest.raises(ProtocolError, match="regex"):
+        compiler.compile(Constraint("regex", "a&&b("))
