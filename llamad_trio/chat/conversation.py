@@ -1,0 +1,211 @@
+"""From a request to the prompt's text, and to how the reply is constrained and read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from llamad_trio.chat.guard import Guard
+from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls, tool_dict
+from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning, opened_by
+from llamad_trio.chat.reply import ReplyParser
+from llamad_trio.chat.template import ChatTemplate, Limits
+from llamad_trio.chat.tools.format import TOOL_FORMATS, ToolFormat, detect_tool_format
+from llamad_trio.core.constraint import Constraint
+from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
+from llamad_trio.core.gbnf_lark import gbnf_to_lark
+from llamad_trio.core.request import Message, Request
+from llamad_trio.core.runtime import ModelFacts
+from llamad_trio.core.tools import Tool
+
+__all__ = ["Chat", "Turn"]
+
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "limits", "self"}
+)
+"""What a template gets from elsewhere, and what `ChatTemplate.render` names so."""
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """What a request comes to.
+
+    Attributes:
+        prompt: the prompt's text, with the sentinel in it where a token must not be.
+        constraint: what the reply must be.
+        visible: the control tokens that are part of the reply's text.
+        reasoning, in_reasoning, tool_format: how the reply is read; see `ReplyParser`.
+    """
+
+    prompt: str
+    constraint: Constraint | None = None
+    visible: frozenset[int] = frozenset()
+    reasoning: ReasoningTags | None = None
+    in_reasoning: bool = False
+    tool_format: ToolFormat | None = None
+
+    def parser(self, new_id: Callable[[], str]) -> ReplyParser:
+        """A new parser for the reply, that names its calls by `new_id`."""
+        return ReplyParser(self.reasoning, self.in_reasoning, self.tool_format, new_id)
+
+
+class Chat:
+    """A model's way to converse: its template, and what that tells of its syntax.
+
+    Args:
+        facts: of the model.
+        template: its chat template, or the error for requests that need one.
+    """
+
+    def __init__(self, facts: ModelFacts, template: ChatTemplate | LlamadError) -> None:
+        source = "" if isinstance(template, LlamadError) else template.source
+        self._control = facts.control_tokens
+        self._template = template
+        self._reasoning = detect_reasoning(source)
+        self._tool_format = detect_tool_format(source)
+        self._reads_calls = reads_tool_calls(source)
+        added = (text for text in facts.added_tokens if text.strip() and text in source)
+        self._guard = Guard(self._control, added)
+
+    def turn(self, request: Request, sentinel: str, limits: Limits) -> Turn:
+        """What a request of text comes to.
+
+        Args:
+            request: its prompt must be text, or none; its tools must be `Tool`s.
+            sentinel: a character that is not in the request.
+            limits: what the template may use.
+
+        Raises:
+            ProtocolError, UnsupportedFeature: as `Engine.complete`.
+            TemplateTimeout: it needed more.
+        """
+        if not request.uses_template:
+            assert isinstance(request.prompt, str)
+            return Turn(prompt=request.prompt, constraint=_constraint(request, None))
+        tools = [tool for tool in request.tools if isinstance(tool, Tool)]
+        if request.tool_choice == "none":
+            tools = []
+        about_tools = tools or any(m.tool_calls or m.role == "tool" for m in request.history)
+        tool_format = self._format(request) if about_tools else None
+        prompt = self._render(request, tools, tool_format, sentinel, limits)
+        reasoning = self._reasoning
+        in_reasoning = reasoning is not None and opened_by(prompt, reasoning)
+        after = reasoning.close if reasoning is not None and in_reasoning else None
+        if tool_format is not None and tools:
+            grammar = tool_format.grammar(
+                tools,
+                choice=request.tool_choice,
+                parallel=request.parallel_tool_calls,
+                marker=self._marker,
+                free=[self._marker(tag) for tag in self._reasoning_tokens()],
+            )
+            constraint: Constraint | None = Constraint("lark", grammar, after)
+        else:
+            tool_format = None
+            constraint = _constraint(request, after)
+        markers = (*self._reasoning_tokens(), *(tool_format.markers if tool_format else ()))
+        return Turn(
+            prompt=prompt,
+            constraint=constraint,
+            visible=frozenset(self._control[m] for m in markers if m in self._control),
+            reasoning=reasoning,
+            in_reasoning=in_reasoning,
+            tool_format=tool_format,
+        )
+
+    def render_messages(
+        self,
+        messages: Iterable[Message],
+        sentinel: str,
+        limits: Limits,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """A conversation without tools as text, ready for the assistant's turn or not."""
+        calls_as = None if self._reads_calls else self._tool_format
+        text = self._checked_template.render(
+            [message_dict(self._guard.message(m, sentinel), calls_as=calls_as) for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            limits=limits,
+        )
+        return _unescaped(text, sentinel)
+
+    @property
+    def _checked_template(self) -> ChatTemplate:
+        if isinstance(self._template, LlamadError):
+            raise copy.copy(self._template)
+        return self._template
+
+    def _render(
+        self,
+        request: Request,
+        tools: Sequence[Tool],
+        tool_format: ToolFormat | None,
+        sentinel: str,
+        limits: Limits,
+    ) -> str:
+        guarded = [self._guard.message(message, sentinel) for message in request.messages]
+        tools = [self._guard.tool(tool, sentinel) for tool in tools]
+        variables = self._variables(request, sentinel)
+        if tool_format is not None and tool_format is not self._tool_format:
+            messages = plain_messages(guarded, tools, tool_format)
+        else:
+            calls_as = None if self._reads_calls else self._tool_format
+            messages = [message_dict(message, calls_as=calls_as) for message in guarded]
+            if tools:
+                variables["tools"] = [tool_dict(tool) for tool in tools]
+        text = self._checked_template.render(
+            messages, add_generation_prompt=True, limits=limits, **variables
+        )
+        return _unescaped(text, sentinel)
+
+    def _variables(self, request: Request, sentinel: str) -> dict[str, Any]:
+        if taken := RESERVED & request.template_vars.keys():
+            raise ProtocolError(f"template_vars cannot set {', '.join(sorted(taken))}")
+        return dict(self._guard.data(request.template_vars, sentinel))
+
+    def _format(self, request: Request) -> ToolFormat:
+        """The syntax the request names, else the template's own."""
+        name = request.tool_format
+        if name is not None and name not in TOOL_FORMATS:
+            known = ", ".join(TOOL_FORMATS)
+            raise ProtocolError(f"unknown tool_format {name!r}; known are {known}")
+        if name is not None and (self._tool_format is None or self._tool_format.name != name):
+            return TOOL_FORMATS[name]
+        if self._tool_format is None:
+            raise UnsupportedFeature(
+                "tools", "the model's chat template has none; tool_format can name a syntax"
+            )
+        return self._tool_format
+
+    def _reasoning_tokens(self) -> list[str]:
+        tags = self._reasoning
+        if tags is None:
+            return []
+        return [tag for tag in (tags.open, tags.close) if tag in self._control]
+
+    def _marker(self, text: str) -> str:
+        """A marker as a Lark expression; see `chat.tools.base.Marker`."""
+        token = self._control.get(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _unescaped(text: str, sentinel: str) -> str:
+    """The text, with the sentinel where a template wrote it as Python and JSON escape it."""
+    return text.replace(ascii(sentinel)[1:-1], sentinel)
+
+
+def _constraint(request: Request, after: str | None) -> Constraint | None:
+    if request.json_schema is not None:
+        return Constraint("json_schema", json.dumps(request.json_schema), after)
+    if request.regex is not None:
+        return Constraint("regex", request.regex, after)
+    if request.lark is not None:
+        return Constraint("lark", request.lark, after)
+    if request.grammar is not None:
+        return Constraint("lark", gbnf_to_lark(request.grammar, request.grammar_root), after)
+    return None

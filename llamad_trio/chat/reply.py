@@ -1,0 +1,393 @@
+"""A reply, taken apart while it comes: reasoning, answer text and tool calls.
+
+Every decision is made at one character of the text, so it does not matter how
+the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import secrets
+import string
+from collections.abc import Callable
+
+import attrs
+
+from llamad_trio.chat.markers import MarkerFinder
+from llamad_trio.chat.reasoning import ReasoningTags
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.literal import WHITESPACE, Malformed, Scan
+from llamad_trio.chat.tools.scan import CallArguments, CallEnd, CallSink, CallStart
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.events import (
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from llamad_trio.core.tools import JsonObject, ToolCall
+
+__all__ = ["ReplyParser", "new_call_id"]
+
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """Return nine random letters and digits, which is the form Mistral's templates insist on."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+class _State(enum.Enum):
+    LEAD = "before the answer or the tag that opens reasoning"
+    REASONING = "inside reasoning"
+    BEGINNING = "before the first character of the answer"
+    TEXT = "inside answer text"
+    CALLS = "behind the marker of a call"
+
+
+@attrs.define
+class _Input:
+    """Text that is still to be read, from `pos` on."""
+
+    text: str
+    pos: int = 0
+
+
+class _Gap:
+    """Text without the whitespace at its end, of which only what follows tells what it is."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Take more text; return what can be shown."""
+        kept = len(text.rstrip(WHITESPACE))
+        shown = self.take() + text[:kept] if kept else ""
+        if kept < len(text):
+            self._parts.append(text[kept:])
+        return shown
+
+    def take(self) -> str:
+        """Return the whitespace that was withheld, and forget it."""
+        space = "".join(self._parts)
+        self._parts.clear()
+        return space
+
+
+class ReplyParser:
+    """Takes a reply apart while it comes.
+
+    Args:
+        reasoning: the tags around the model's reasoning.  An opening tag counts
+            only at the reply's beginning: later it is text.
+        in_reasoning: the prompt has opened the reasoning already.
+        tool_format: the syntax of its tool calls.
+        new_id: gives the id of a call that the model has given none.
+
+    What is dropped, other than tags and the syntax of calls: whitespace just
+    inside the tags, between them and the answer, before and between calls, and
+    after the last call.  Text that only looked like a call is answer text,
+    unchanged.  It may have been announced by `ToolCallStart`: the next call
+    then has the same index and takes its place.
+
+    A call is complete when its arguments are; whether the syntax around it was
+    closed does not matter.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningTags | None = None,
+        in_reasoning: bool = False,
+        tool_format: ToolFormat | None = None,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        self._tool_format = tool_format
+        self._new_id = new_id
+        self._tags = MarkerFinder(() if reasoning is None else (reasoning.close,))
+        self._openers = MarkerFinder(() if tool_format is None else (tool_format.opener,))
+        self._opening_tag = "" if reasoning is None else reasoning.open
+        self._read = {
+            _State.LEAD: self._read_lead,
+            _State.REASONING: self._read_reasoning,
+            _State.BEGINNING: self._read_beginning,
+            _State.TEXT: self._read_text,
+            _State.CALLS: self._read_call,
+        }
+        if reasoning is None:
+            self._state = _State.BEGINNING
+        else:
+            self._state = _State.REASONING if in_reasoning else _State.LEAD
+        self._inputs: list[_Input] = []
+        self._lead: list[str] = []
+        self._lead_tag = ""
+        self._gap = _Gap()
+        # Whitespace is dropped before text when only reasoning or calls came before it, and at
+        # the end when a call did.
+        self._drop_before = False
+        self._drop_at_end = False
+
+        self._scan: Scan[None] | None = None
+        self._sink = CallSink()
+        # The opener, until a call behind it is complete, and what has been read since.
+        self._opener = ""
+        self._raw: list[str] = []
+        self._name = ""
+        self._id = ""
+        self._arguments: list[str] = []
+
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._events = _Events()
+        self.unfinished = ""
+        """A call that was cut off by the reply's end, as the model wrote it."""
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str | None:
+        """The reasoning so far; `None` if there is none, or nothing in it."""
+        return "".join(self._reasoning) or None
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that are complete."""
+        return tuple(self._calls)
+
+    def push(self, text: str) -> list[ReplyEvent]:
+        """Take more of the reply; return what is certain now."""
+        self._consume(text)
+        return self._events.take()
+
+    def finish(self) -> list[ReplyEvent]:
+        """The reply has ended: return what was withheld.  To be called once."""
+        if self._state is _State.LEAD:
+            self._state = _State.BEGINNING
+            self._consume("".join(self._lead))
+        if self._state is _State.REASONING:
+            self._think(self._tags.take())
+        elif self._state is _State.CALLS:
+            if self._sink.open:
+                self.unfinished = self._opener + "".join(self._raw)
+        else:
+            begun = self._openers.take()
+            if begun and self._calls:
+                self.unfinished = begun  # after a call, half a marker is half of another
+            else:
+                self._answer(begun)
+            space = self._gap.take()
+            if not self._drop_before and not self._drop_at_end:
+                self._show(space)
+        return self._events.take()
+
+    def _consume(self, text: str) -> None:
+        self._inputs.append(_Input(text))
+        while self._inputs:
+            source = self._inputs[-1]
+            if source.pos == len(source.text):
+                self._inputs.pop()
+            else:
+                self._read[self._state](source)
+
+    def _read_lead(self, source: _Input) -> None:
+        """One character, withheld while it may be part of the opening tag."""
+        char = source.text[source.pos]
+        source.pos += 1
+        self._lead.append(char)
+        if char in WHITESPACE and not self._lead_tag:
+            return
+        self._lead_tag += char
+        if self._lead_tag == self._opening_tag:
+            self._state = _State.REASONING
+        elif not self._opening_tag.startswith(self._lead_tag):
+            self._state = _State.BEGINNING
+            self._inputs.append(_Input("".join(self._lead)))
+
+    def _read_reasoning(self, source: _Input) -> None:
+        plain, found, source.pos = self._tags.scan(source.text, source.pos)
+        self._think(plain)
+        if found is not None:
+            self._gap.take()
+            self._drop_before = True
+            self._state = _State.BEGINNING
+
+    def _read_beginning(self, source: _Input) -> None:
+        """The whitespace before the answer, and the character that may make it a call."""
+        rest = source.text[source.pos :].lstrip(WHITESPACE)
+        start = len(source.text) - len(rest)
+        self._answer(source.text[source.pos : start])
+        source.pos = start
+        if not rest:
+            return
+        self._state = _State.TEXT
+        if self._tool_format is not None and rest[0] == self._tool_format.bare_opener:
+            source.pos += 1
+            self._open(self._tool_format, rest[0])
+
+    def _read_text(self, source: _Input) -> None:
+        plain, found, source.pos = self._openers.scan(source.text, source.pos)
+        self._answer(plain)
+        if found is not None and self._tool_format is not None:
+            self._open(self._tool_format, found)
+
+    def _open(self, tool_format: ToolFormat, opener: str) -> None:
+        self._opener = opener
+        self._raw = []
+        self._sink = CallSink()
+        self._scan = tool_format.scan(opener, self._sink)
+        self._state = _State.CALLS
+        next(self._scan)
+
+    def _read_call(self, source: _Input) -> None:
+        assert self._scan is not None
+        while source.pos < len(source.text):
+            char = source.text[source.pos]
+            ended = False
+            try:
+                try:
+                    self._scan.send(char)
+                except StopIteration:
+                    ended = True
+                source.pos += 1
+                self._raw.append(char)
+                if self._sink.parts:
+                    self._take_parts()
+            except Malformed:
+                self._give_back()
+                return
+            if ended:
+                self._leave_calls()
+                return
+
+    def _take_parts(self) -> None:
+        parts, self._sink.parts = self._sink.parts, []
+        for part in parts:
+            match part:
+                case CallStart():
+                    self._name = part.name
+                    self._id = self._new_id() if part.id is None else part.id
+                    self._arguments = []
+                    self._build({})
+                    self._events.add(ToolCallStart(len(self._calls), self._id, self._name))
+                case CallArguments():
+                    self._arguments.append(part.text)
+                    self._events.add(ToolCallDelta(len(self._calls), part.text))
+                case CallEnd():
+                    self._calls.append(self._build(_loads("".join(self._arguments))))
+                    self._gap.take()
+                    self._opener = ""
+                    self._raw = []
+
+    def _build(self, arguments: JsonObject) -> ToolCall:
+        try:
+            return ToolCall(self._id, self._name, arguments)
+        except ProtocolError:
+            raise Malformed from None
+
+    def _give_back(self) -> None:
+        """What came since the last complete call is no call.
+
+        The marker is text, not to be found again; the rest is read once more as text, where
+        markers may be.
+        """
+        opener, raw = self._opener, "".join(self._raw)
+        self._leave_calls()
+        self._answer(opener)
+        self._inputs.append(_Input(raw))
+
+    def _leave_calls(self) -> None:
+        self._state = _State.TEXT
+        self._scan = None
+        if not self._opener:
+            self._drop_before = not self._text
+            self._drop_at_end = True
+
+    def _think(self, text: str) -> None:
+        shown = self._gap.push(text)
+        if not self._reasoning:
+            shown = shown.lstrip(WHITESPACE)
+        if shown:
+            self._reasoning.append(shown)
+            self._events.add(ReasoningDelta(shown))
+
+    def _answer(self, text: str) -> None:
+        # Without calls there is no whitespace before them.
+        shown = text if self._tool_format is None else self._gap.push(text)
+        self._show(shown.lstrip(WHITESPACE) if self._drop_before else shown)
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._drop_before = self._drop_at_end = False
+            self._text.append(text)
+            self._events.add(TextDelta(text))
+
+
+def _loads(text: str) -> JsonObject:
+    try:
+        value: JsonObject = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    return value
+
+
+class _Events:
+    """Events, with what belongs together in one."""
+
+    __slots__ = ("_done", "_last", "_texts")
+
+    def __init__(self) -> None:
+        self._done: list[ReplyEvent] = []
+        self._last: ReplyEvent | None = None
+        self._texts: list[str] = []
+
+    def add(self, event: ReplyEvent) -> None:
+        """Take the next event, as more of the last one if it is of the same kind."""
+        text = _text_of(event)
+        if text is None or self._last is None or not _continues(self._last, event):
+            self._close()
+            self._last = event
+        if text is not None:
+            self._texts.append(text)
+
+    def take(self) -> list[ReplyEvent]:
+        """Return the events, and forget them."""
+        self._close()
+        done, self._done = self._done, []
+        return done
+
+    def _close(self) -> None:
+        text = "".join(self._texts)
+        self._texts = []
+        match self._last:
+            case TextDelta():
+                self._done.append(TextDelta(text))
+            case ReasoningDelta():
+                self._done.append(ReasoningDelta(text))
+            case ToolCallDelta(index):
+                self._done.append(ToolCallDelta(index, text))
+            case ToolCallStart():
+                self._done.append(self._last)
+        self._last = None
+
+
+def _text_of(event: ReplyEvent) -> str | None:
+    match event:
+        case TextDelta(text) | ReasoningDelta(text) | ToolCallDelta(_, text):
+            return text
+        case _:
+            return None
+
+
+def _continues(last: ReplyEvent, event: ReplyEvent) -> bool:
+    match last, event:
+        case ToolCallDelta(index), ToolCallDelta(other):
+            return index == other
+        case _:
+            return type(last) is type(event)

@@ -1,0 +1,111 @@
+"""Grammars for llguidance, in its dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from llamad_trio.core.constraint import JSON_STYLE
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.tools import JsonObject, Tool
+
+__all__ = [
+    "TEXT",
+    "Grammar",
+    "arguments_schema",
+    "call_object",
+    "chosen",
+    "json_expr",
+    "one_of",
+    "quoted",
+]
+
+TEXT = "TEXT"
+"""The terminal of free text: anything but control tokens."""
+
+_SHAPING = ("$ref", "allOf", "anyOf", "oneOf", "additionalProperties", "patternProperties")
+"""Keywords by which an object may have properties that `properties` does not name."""
+
+
+def quoted(text: str) -> str:
+    """A string literal."""
+    return json.dumps(text)
+
+
+def json_expr(schema: JsonObject) -> str:
+    """JSON of this schema, spaced as `json.dumps` does it."""
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
+
+
+def chosen(tools: Sequence[Tool], choice: str) -> Sequence[Tool]:
+    """Return the tools that `choice` (`"auto"`, `"required"` or a name) leaves.
+
+    Raises `ProtocolError` when there are none.
+    """
+    if choice in ("auto", "required"):
+        left = tools
+    else:
+        left = [tool for tool in tools if tool.name == choice]
+    if not left:
+        wanted = "there are no tools" if not tools else f"there is no tool {choice!r}"
+        raise ProtocolError(f"{wanted} to call")
+    return left
+
+
+def arguments_schema(tool: Tool) -> JsonObject:
+    """Return the schema of the tool's arguments as calls have to follow it.
+
+    Arguments that the schema does not name are left out, unless it says what
+    they are: JSON Schema allows any, but no function takes them.
+
+    Raises `ProtocolError` when the schema is not of an object.
+    """
+    schema = {"type": "object", **tool.schema}
+    if schema["type"] != "object":
+        raise ProtocolError(f"the schema of tool {tool.name!r} is of {schema['type']!r}")
+    if not any(keyword in schema for keyword in _SHAPING):
+        schema = {"properties": {}, **schema, "additionalProperties": False}
+    return schema
+
+
+def call_object(tool: Tool, key: str) -> str:
+    """A JSON object of the tool's name and, under `key`, its arguments; without its last brace."""
+    name_first = f'{{"name": "{tool.name}", "{key}": '
+    return f"{quoted(name_first)} {json_expr(arguments_schema(tool))}"
+
+
+def one_of(options: Iterable[str]) -> str:
+    """A rule's body: any of `options`."""
+    return "\n    | ".join(options)
+
+
+class Grammar:
+    """Rules, as they are found to be needed."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, str] = {}
+
+    def rule(self, name: str, body: str, *, options: str = "") -> str:
+        """Add a rule, or a terminal if `name` is in capitals; return its name."""
+        self._rules[name] = f"{name}{options}: {body}"
+        return name
+
+    def text(self) -> str:
+        """The terminal of free text."""
+        return self.rule(TEXT, r"/(.|\n)*/")
+
+    def text_and(self, marker: str, text: str) -> str:
+        """Free text up to the first `marker`, an expression, whose text is `text`.
+
+        A model can also spell out what is a control token.  Who reads the reply
+        cannot tell, so the grammar does not, either.
+        """
+        spelt = self.rule("spelt", f"{self.text()} {quoted(text)}", options="[lazy]")
+        if marker == quoted(text):
+            return spelt
+        return self.rule("marked", f"{TEXT} {marker} | {spelt}")
+
+    def source(self, start: str) -> str:
+        """The complete grammar, which begins with the expression `start`."""
+        lines = ["%llguidance {}", f"start: {start}", *self._rules.values()]
+        return "\n".join(lines) + "\n"

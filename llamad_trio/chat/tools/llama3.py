@@ -1,0 +1,88 @@
+"""Llama 3.1 to 3.3: the reply itself is the call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import attrs
+
+from llamad_trio.chat.tools.base import Marker, ToolFormat
+from llamad_trio.chat.tools.lark import Grammar, call_object, chosen, one_of, quoted
+from llamad_trio.chat.tools.literal import Malformed, Scan, skip_space
+from llamad_trio.chat.tools.scan import CallSink, json_call
+from llamad_trio.chat.tools.writing import json_text
+from llamad_trio.core.request import Message
+from llamad_trio.core.tools import Tool, ToolCall
+
+__all__ = ["Llama3"]
+
+_IN_TEMPLATE = re.compile(
+    r"""\{"name": (?:function name|" ?' ?\+).{0,80}?"parameters": """, re.DOTALL
+)
+
+
+@attrs.frozen
+class Llama3(ToolFormat):
+    """`{"name": "f", "parameters": {"x": 1}}`, more than one with `; ` between them.
+
+    An answer that begins with a brace is a call, and so is what the token
+    `<|python_tag|>` comes before; all else is text.  Meta's templates write at
+    most one call per turn.
+    """
+
+    name = "llama3"
+    markers = ("<|python_tag|>",)
+    opener = "<|python_tag|>"
+    bare_opener = "{"
+
+    @classmethod
+    def detect(cls, template_source: str) -> ToolFormat | None:
+        return cls() if _IN_TEMPLATE.search(template_source) else None
+
+    def scan(self, opener: str, sink: CallSink) -> Scan[None]:
+        yield from json_call(opener if opener == "{" else (yield from skip_space()), sink)
+        while True:
+            if (yield from skip_space()) != ";":
+                raise Malformed
+            yield from json_call((yield from skip_space()), sink)
+
+    def write_calls(self, calls: Sequence[ToolCall]) -> str:
+        return "; ".join(
+            f'{{"name": {json.dumps(call.name)}, "parameters": {json_text(call.arguments)}}}'
+            for call in calls
+        )
+
+    def write_result(self, message: Message) -> str:
+        return json.dumps({"output": message.content}, ensure_ascii=False)
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        *,
+        choice: str,
+        parallel: bool,
+        marker: Marker,
+        lead: str = "",
+        free: Sequence[str] = (),
+    ) -> str:
+        rules = Grammar()
+        opener = marker(self.opener)
+        rules.rule(
+            "calls", self._calls(rules, chosen(tools, choice), parallel=parallel, marker=marker)
+        )
+        if choice != "auto":
+            return rules.source(f"{lead} {opener}? calls")
+        # Text begins with no brace.  Behind a marker inside it, it may.
+        rules.rule("BEGUN", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
+        spelt = rules.rule("spelt", f"BEGUN {quoted(self.opener)}", options="[lazy]")
+        marked = spelt if opener == quoted(self.opener) else f"(BEGUN {opener} | {spelt})"
+        thought = f"({' | '.join(f'BEGUN {symbol}' for symbol in free)})* " if free else ""
+        return rules.source(f"{lead} {thought}(BEGUN | calls | {marked} calls)")
+
+    def _calls(
+        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
+    ) -> str:
+        rules.rule("object", one_of(call_object(tool, "parameters") for tool in tools))
+        return 'object "}" ("; " object "}")*' if parallel else 'object "}"'

@@ -1,0 +1,28 @@
+"""Arguments as text, spelt as the grammars want it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+__all__ = ["json_text", "python_text"]
+
+
+def json_text(value: object) -> str:
+    """Return JSON in the style of `json.dumps`, with Unicode as it is."""
+    # DEL is legal in a JSON string, but llguidance wants it escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def python_text(value: object) -> str:
+    """Return JSON data as a Python literal; strings, numbers and brackets are as in JSON."""
+    match value:
+        case None | bool():
+            return str(value)
+        case list():
+            return f"[{', '.join(map(python_text, value))}]"
+        case Mapping():
+            items = (f"{json_text(key)}: {python_text(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+        case _:
+            return json_text(value)

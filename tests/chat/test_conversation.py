@@ -1,0 +1,267 @@
+"""From a request to a prompt, a constraint, and a way to read the reply."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from functools import partial
+from itertools import count
+from typing import Any
+
+import attrs
+import pytest
+
+from llamad_trio.chat.conversation import RESERVED, Chat, Turn
+from llamad_trio.chat.guard import SENTINELS
+from llamad_trio.chat.template import FULL, ChatTemplate
+from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
+from llamad_trio.core.request import Message, Request
+from llamad_trio.core.runtime import ModelFacts
+from llamad_trio.core.tools import Tool, ToolCall
+
+S = SENTINELS[0]
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+HERMES = (
+    "{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    + CHATML.replace(
+        "message.content",
+        "message.content + (message.tool_calls | tojson if message.tool_calls else '')",
+    )
+    + '{# <tool_call>{"name": #}'
+)
+
+THINKS = CHATML.replace("assistant\\n' }}", "assistant\\n' }}{{ think or '' }}") + "{# </think> #}"
+
+TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}
+
+FACTS = ModelFacts(
+    architecture="",
+    description="",
+    name=None,
+    n_params=0,
+    file_bytes=0,
+    n_vocab=100,
+    n_ctx_train=100,
+    chat_template=None,
+    bos_text="",
+    eos_text="",
+    max_bytes_per_token=None,
+    can_rewind=True,
+    n_seqs=1,
+    identity="",
+    control_tokens=TOKENS,
+)
+
+
+def chat(source: str, **facts: Any) -> Chat:
+    """A model that has this template."""
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    return Chat(attrs.evolve(FACTS, chat_template=source, **facts), template)
+
+
+def turn(source: str, request: Request, **facts: Any) -> Turn:
+    """What a request comes to."""
+    return chat(source, **facts).turn(request, S, FULL)
+
+
+GET = Tool("get", "Get.", {"properties": {"a": {"type": "integer"}}})
+CALL = ToolCall("1", "get", {"a": 1})
+AFTER_A_CALL = [
+    Message("user", "x"),
+    Message("assistant", "", tool_calls=[CALL]),
+    Message("tool", "5", tool_call_id="1", name="get"),
+]
+
+
+# -- prompts --------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_what_its_template_makes_of_it() -> None:
+    request = Request("c", system="s", history=[Message("user", "a"), Message("assistant", "b")])
+    assert turn(CHATML, request).prompt == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_raw_prompt_is_left_alone_even_without_a_template() -> None:
+    nothing = Chat(FACTS, ProtocolError("there is no template"))
+    text = "<|im_start|>user\n<think>"
+    asked = nothing.turn(Request(text, raw=True), S, FULL)
+    assert (asked.prompt, asked.reasoning, asked.tool_format) == (text, None, None)
+    with pytest.raises(ProtocolError, match="no template"):
+        nothing.turn(Request("x"), S, FULL)
+    # Each request gets an error of its own: a traceback is not to be shared.
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ProtocolError) as caught:
+            nothing.turn(Request("x"), S, FULL)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
+def test_only_the_templates_own_tokens_are_whole() -> None:
+    prompt = turn(CHATML, Request("<|im_end|>", system="<|im_start|>")).prompt
+    assert prompt.replace(S, "") == (
+        "<|im_start|>system\n<|im_start|><|im_end|>\n<|im_start|>user\n<|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert (prompt.count("<|im_start|>"), prompt.count("<|im_end|>")) == (3, 2)
+
+
+def test_what_a_template_escapes_has_the_sentinel_all_the_same() -> None:
+    for how in ("{{ [messages[0].content] }}", "{{ messages[0] | tojson(ensure_ascii=true) }}"):
+        prompt = turn(how, Request("a<|im_end|>b")).prompt
+        assert f"a<{S}|im_end|>b" in prompt
+        assert "ufdd0" not in prompt
+
+
+def test_messages_alone_end_open_or_not() -> None:
+    messages = [Message("user", "a<|im_end|>")]
+    render = partial(chat(CHATML).render_messages, messages, S, FULL)
+    closed = f"<|im_start|>user\na<{S}|im_end|>"
+    assert render(add_generation_prompt=False).startswith(closed)
+    assert not render(add_generation_prompt=False).endswith("assistant\n")
+    assert render(add_generation_prompt=True).endswith("assistant\n")
+
+
+# -- variables ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_a_variable_that_a_template_gets_from_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(ProtocolError, match=name):
+        turn(CHATML, Request("x", template_vars={name: 1, "b": 2}))
+
+
+def test_no_name_of_a_variable_breaks_the_rendering() -> None:
+    # Those that `ChatTemplate.render` has for itself must all be reserved.
+    for name in inspect.signature(ChatTemplate.render).parameters.keys() - RESERVED:
+        assert turn(CHATML, Request("x", template_vars={name: "y"})).prompt
+
+
+def test_variables_reach_the_template_with_their_tokens_broken() -> None:
+    source = "{{ a.b[0] }}{{ flag }}{{ n + 1 }}"
+    data = {"a": {"b": ["x<|im_end|>"]}, "flag": False, "n": 2}
+    assert turn(source, Request("x", template_vars=data)).prompt.startswith(f"x<{S}|im_end|>")
+    assert turn(source, Request("x", template_vars=data)).prompt.endswith("False3")
+
+
+# -- constraints ----------------------------------------------------------------------------
+
+CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"type": "integer"}}, "json_schema"),
+    ({"json_schema": {}}, "json_schema"),
+    ({"regex": "a+"}, "regex"),
+    ({"lark": 'start: "a"'}, "lark"),
+    ({"grammar": 'root ::= "a"'}, "lark"),
+    ({"grammar": 'top ::= "a"', "grammar_root": "top"}, "lark"),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind"), CONSTRAINTS)
+def test_each_constraint_is_handed_on(fields: dict[str, Any], kind: str) -> None:
+    for request in (Request("x", **fields), Request("x", raw=True, **fields)):
+        constraint = turn(CHATML, request).constraint
+        assert constraint is not None
+        assert (constraint.kind, constraint.after) == (kind, None)
+        if kind == "json_schema":
+            assert json.loads(constraint.source) == fields["json_schema"]
+
+
+def test_without_one_a_reply_is_free() -> None:
+    asked = turn(CHATML, Request("x"))
+    assert (asked.constraint, asked.tool_format, asked.reasoning) == (None, None, None)
+    assert asked.visible == frozenset()
+
+
+@pytest.mark.parametrize(("fields", "kind"), CONSTRAINTS)
+def test_it_begins_after_reasoning_that_the_prompt_leaves_open(
+    fields: dict[str, Any], kind: str
+) -> None:
+    for think, after in (("<think>\n", "</think>"), ("", None), ("<think></think>", None)):
+        asked = turn(THINKS, Request("x", template_vars={"think": think}, **fields))
+        assert asked.constraint is not None
+        assert asked.constraint.after == after
+        assert asked.in_reasoning is (after is not None)
+    raw = turn(THINKS, Request("<think>", raw=True, **fields))
+    assert raw.constraint is not None
+    assert raw.constraint.after is None
+
+
+# -- tools ----------------------------------------------------------------------------------
+
+
+def test_tools_make_a_grammar_and_a_way_to_read_calls() -> None:
+    asked = turn(HERMES, Request("x", tools=[GET]))
+    assert asked.constraint is not None
+    assert asked.constraint.kind == "lark"
+    assert asked.tool_format is not None
+    parser = asked.parser(map(str, count()).__next__)
+    parser.push('<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>')
+    parser.finish()
+    assert [(call.id, call.name) for call in parser.tool_calls] == [("0", "get")]
+
+
+def test_without_a_choice_of_tools_the_reply_is_only_text() -> None:
+    asked = turn(HERMES, Request("x", tools=[GET], tool_choice="none"))
+    assert (asked.constraint, asked.tool_format) == (None, None)
+    assert asked.prompt == turn(HERMES, Request("x")).prompt
+
+
+def test_earlier_calls_alone_leave_the_reply_free() -> None:
+    asked = turn(HERMES, Request(None, history=AFTER_A_CALL))
+    assert (asked.constraint, asked.tool_format) == (None, None)
+    assert '"get"' in asked.prompt
+
+
+def test_a_template_that_shows_no_tools_needs_a_format() -> None:
+    for request in (Request("x", tools=[GET]), Request(None, history=AFTER_A_CALL)):
+        with pytest.raises(UnsupportedFeature, match="tool_format"):
+            turn(CHATML, request)
+        named = attrs.evolve(request, tool_format="hermes")
+        assert "get" in turn(CHATML, named).prompt
+    with pytest.raises(ProtocolError, match=r"morse.*hermes"):
+        turn(CHATML, Request("x", tools=[GET], tool_format="morse"))
+
+
+def test_a_format_that_is_the_templates_own_changes_nothing() -> None:
+    for request in (Request("x", tools=[GET]), Request(None, history=AFTER_A_CALL, tools=[GET])):
+        named = attrs.evolve(request, tool_format="hermes")
+        assert turn(HERMES, named) == turn(HERMES, request)
+        other = turn(HERMES, attrs.evolve(request, tool_format="lfm2"))
+        assert other.prompt != turn(HERMES, request).prompt
+
+
+# -- control tokens in a reply --------------------------------------------------------------
+
+
+def test_markers_that_are_control_tokens_are_part_of_the_replys_text() -> None:
+    markers = {"<tool_call>": 7, "</tool_call>": 8, "</think>": 9}
+    tokens = {**TOKENS, **markers}
+    assert turn(HERMES, Request("x", tools=[GET]), control_tokens=tokens).visible == {7, 8}
+    assert turn(HERMES, Request("x"), control_tokens=tokens).visible == frozenset()
+    assert turn(THINKS, Request("x"), control_tokens=tokens).visible == {9}
+    source = turn(HERMES, Request("x", tools=[GET]), control_tokens=tokens).constraint
+    plain = turn(HERMES, Request("x", tools=[GET])).constraint
+    assert source is not None
+    assert plain is not None
+    assert "<[7]>" in source.source
+    assert "<[7]>" not in plain.source
+
+
+def test_added_tokens_that_the_template_uses_are_guarded_but_for_the_assistant() -> None:
+    added = frozenset({"<think>", "</think>", "<other>", "\n\n"})
+    history = [Message("assistant", "<think>a</think>b")]
+    request = Request("<think>c</think><other>\n\n.", history=history)
+    prompt = turn(THINKS, request, added_tokens=added).prompt
+    assert "<think>a</think>b" in prompt
+    assert "c</think>" not in prompt
+    assert "<other>\n\n." in prompt

@@ -1,0 +1,648 @@
+"""What a format writes it reads, and its grammar allows that and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.chat.messages import (
+    message_dict,
+    plain_messages,
+    reads_tool_calls,
+    tool_dict,
+)
+from llamad_trio.chat.reasoning import ReasoningTags, reasoning_lead
+from llamad_trio.chat.reply import ReplyParser
+from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.tools import TOOL_FORMATS, ToolFormat, detect_tool_format
+from llamad_trio.chat.tools.lfm2 import Lfm2
+from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
+from llamad_trio.core.request import Message
+from llamad_trio.core.tools import Tool, ToolCall
+
+llguidance = pytest.importorskip("llguidance")
+
+CHATML_HERMES = """\
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
+{%- for tool in tools %}{{- tool | tojson }}{% endfor %}
+{{- '\\nAnswer with <tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <args>}\\n</tool_call>' }}
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LLAMA3 = """\
+{{- bos_token }}{%- if tools is not none %}
+{{- 'Respond with {"name": function name, "parameters": dictionary of names and values}.' }}
+{%- for tool in tools %}{{- tool | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- for message in messages %}{{- '<|start|>' + message.role + '<|end|>' }}
+{%- if 'tool_calls' in message %}
+{%- set call = message.tool_calls[0].function %}
+{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}
+{{- call.arguments | tojson }}{{- '}' }}
+{%- else %}{{- message.content }}{% endif %}{{- '<|im_end|>' }}
+{%- endfor %}"""
+
+MISTRAL_LIST = """\
+{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}
+{{- message.content + '[TOOL_CALLS][' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('an id has nine characters') }}{% endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+{{- ', ' if not loop.last else ']' }}
+{%- endfor %}{{- '<|im_end|>' }}
+{%- else %}{{- message.content }}{% endif %}
+{%- endfor %}"""
+
+MISTRAL_ARGS = """\
+{{- bos_token }}{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined %}
+{{- message.content }}
+{%- for call in message.tool_calls %}
+{{- '[TOOL_CALLS]' + call.function.name + ID + '[ARGS]' + call.function.arguments | tojson }}
+{%- endfor %}{{- '<|im_end|>' }}
+{%- else %}{{- message.content }}{% endif %}
+{%- endfor %}"""
+
+LFM2 = """\
+{%- if tools %}{{- '<|im_start|>system\\nList of tools: <|tool_list_start|>[' }}
+{%- for tool in tools %}{{- tool | tojson }}{% endfor %}
+{{- ']<|tool_list_end|><|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}"""
+
+PLAIN = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}"""
+
+HERMES, LLAMA, LIQUID = TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3"], TOOL_FORMATS["lfm2"]
+FORMATS: dict[str, tuple[ToolFormat, str]] = {
+    "hermes": (HERMES, CHATML_HERMES),
+    "llama3": (LLAMA, LLAMA3),
+    "mistral list": (Mistral("list"), MISTRAL_LIST),
+    "mistral args": (Mistral("args"), MISTRAL_ARGS.replace("ID", "''")),
+    "mistral args with id": (
+        Mistral("args with id"),
+        MISTRAL_ARGS.replace("ID", "'[CALL_ID]' + call.id"),
+    ),
+    "lfm2": (LIQUID, LFM2),
+}
+every_format = pytest.mark.parametrize("name", FORMATS)
+
+GET = Tool(
+    "get",
+    "Get something.",
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+        "required": ["a"],
+    },
+)
+GET_TIME = Tool("get_time", "Tell the time.", {"type": "object"})
+TREE = Tool(
+    "tree",
+    "Plant a tree.",
+    {
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "properties": {
+                    "ripe": {"type": "boolean"},
+                    "twigs": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+                },
+                "required": ["ripe"],
+                "additionalProperties": False,
+            }
+        },
+        "type": "object",
+        "properties": {
+            "root": {"$ref": "#/$defs/Node"},
+            "label": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+            "kind": {"enum": ["oak", "elm", None]},
+            "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+            "heights": {"type": "object", "additionalProperties": {"type": "number"}},
+            "other": {},
+        },
+        "required": ["root"],
+    },
+)
+TOOLS = (GET, GET_TIME, TREE)
+CALLS = (
+    ToolCall("abcdefgh1", "get", {"a": -1, "b": "ü \"quoted\" 'so' \\ /\n\t 😀"}),
+    ToolCall("abcdefgh2", "get_time", {}),
+    ToolCall(
+        "abcdefgh3",
+        "tree",
+        {
+            "root": {"ripe": True, "twigs": [{"ripe": False, "twigs": []}, {"ripe": True}]},
+            "label": None,
+            "kind": "elm",
+            "flags": [True, False],
+            "heights": {"a b": 1.5, "": 2},
+            "other": [None, {"k": [True, 1e-07, "z"]}, ""],
+        },
+    ),
+)
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "}; {"])
+    | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+call_lists = st.lists(
+    st.builds(
+        ToolCall,
+        st.from_regex("[A-Za-z0-9]{9}", fullmatch=True),
+        st.from_regex("[A-Za-z_][A-Za-z0-9_.-]{0,9}", fullmatch=True).map("t{}".format),
+        st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), json_values, max_size=3),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def parse(tool_format: ToolFormat, *pieces: str) -> ReplyParser:
+    parser = ReplyParser(tool_format=tool_format)
+    for piece in pieces:
+        parser.push(piece)
+    parser.finish()
+    return parser
+
+
+def meant(calls: Sequence[ToolCall]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(call.name, call.arguments) for call in calls]
+
+
+def render(source: str, messages: Sequence[Message], calls_as: ToolFormat | None = None) -> str:
+    template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+    return template.render(
+        [message_dict(message, calls_as=calls_as) for message in messages],
+        add_generation_prompt=False,
+        tools=[tool_dict(tool) for tool in TOOLS],
+    )
+
+
+# Reading and writing
+
+
+@every_format
+@given(calls=call_lists, before=st.sampled_from(["", "Look.", "Look:\n"]), cut=st.integers(0, 99))
+def test_what_is_written_is_read(name: str, calls: list[ToolCall], before: str, cut: int) -> None:
+    tool_format, _ = FORMATS[name]
+    if tool_format is LLAMA and before:
+        before += "<|python_tag|>"
+    text = before + tool_format.write_calls(calls) + "\nDone."
+    for parser in (parse(tool_format, text), parse(tool_format, text[:cut], text[cut:])):
+        assert meant(parser.tool_calls) == meant(calls)
+        assert (
+            parser.text.replace("\n", "")
+            == f"{'Look.' if before[:5] == 'Look.' else before[:5]}Done."
+        )
+        if name in ("mistral list", "mistral args with id"):
+            assert parser.tool_calls == tuple(calls)
+
+
+@every_format
+def test_a_call_cut_off_anywhere_is_unfinished_and_kept(name: str) -> None:
+    tool_format, _ = FORMATS[name]
+    before = "Hi.\n<|python_tag|>" if tool_format is LLAMA else "Hi.\n"
+    text = before + tool_format.write_calls(CALLS)
+    n_seen = set()
+    for cut in range(len(text) + 1):
+        parser = parse(tool_format, text[:cut])
+        n_calls = len(parser.tool_calls)
+        n_seen.add(n_calls)
+        assert meant(parser.tool_calls) == meant(CALLS)[:n_calls]
+        assert text[:cut].endswith(parser.unfinished)
+        if not n_calls:
+            assert (parser.text + parser.unfinished).replace("\n", "") == text[:cut].replace(
+                "\n", ""
+            )
+        else:
+            # What may have become a marker is text when nothing follows.
+            assert parser.text.startswith("Hi.")
+            assert tool_format.opener.startswith(parser.text.removeprefix("Hi.").lstrip())
+    assert n_seen == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', [("f", {"a": 1})]),
+        ("hermes", '<tool_call>\n{"name": "\\u0066", "parameters": {}}\n', [("f", {})]),
+        (
+            "hermes",
+            '<tool_call>{"type": "function", "name": "f", "arguments": { "a" : [ ] } } </tool_call>',
+            [("f", {"a": []})],
+        ),
+        ("llama3", '\n\n{"name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+        (
+            "llama3",
+            '<|python_tag|>{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}',
+            [("f", {}), ("g", {})],
+        ),
+        ("mistral list", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', [("f", {"a": 1})]),
+        ("mistral list", '[TOOL_CALLS]f[ARGS]{"a": 1}', [("f", {"a": 1})]),
+        ("mistral args", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', [("f", {"a": 1})]),
+        (
+            "lfm2",
+            "<|tool_call_start|>[f(x='a\"b\\'c\\n\\x41\\u00e9\\U0001F600\\d', y=true, z=None,)]",
+            [("f", {"x": "a\"b'c\nAé😀\\d", "y": True, "z": None})],
+        ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[ f( x = [1, 'b',] , größe={'k': {}} ) , n.s-g() ]<|tool_call_end|>",
+            [("f", {"x": [1, "b"], "größe": {"k": {}}}), ("n.s-g", {})],
+        ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[f(s='two\nlines', u='\\ud83d\\ude00')]<|tool_call_end|>",
+            [("f", {"s": "two\nlines", "u": "😀"})],
+        ),
+    ],
+)
+def test_other_ways_of_writing_are_read(
+    name: str, text: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    parser = parse(FORMATS[name][0], text)
+    assert meant(parser.tool_calls) == calls
+    assert (parser.text, parser.unfinished) == ("", "")
+
+
+def test_ids_that_the_model_writes_are_kept() -> None:
+    list_call = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]'
+    for text in (list_call, "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}"):
+        assert parse(Mistral(), text).tool_calls == (ToolCall("abc123def", "f", {}),)
+
+
+def test_no_expression_is_evaluated() -> None:
+    for text in ("f(x=().__class__)", "f(x=9**9**9)", "f(x=-True)", "f(**{'a': 1})", "f(x=f'{y}')"):
+        parser = parse(LIQUID, f"<|tool_call_start|>[{text}]<|tool_call_end|>")
+        assert not parser.tool_calls
+        assert text in parser.text
+
+
+def test_what_python_cannot_name_is_not_written() -> None:
+    with pytest.raises(UnsupportedFeature, match="no-name"):
+        LIQUID.write_calls([ToolCall("abcdefgh1", "f", {"no-name": 1})])
+
+
+# Templates
+
+
+@every_format
+def test_the_format_is_detected_in_the_template(name: str) -> None:
+    tool_format, source = FORMATS[name]
+    assert detect_tool_format(source) == tool_format
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        PLAIN,
+        "{{ 'Use your tools: <tool_call>\\n{\"name\": f}\\n</tool_call>' }}",
+        "{% if tools %}{{ '<tool_call>\\n<function=' + tool.name + '>' }}{% endif %}",
+        "{% if tools %}{{ '<tool_call>' + tool.name + '<arg_key>' }}{% endif %}",
+        "{% for tool in tools %}{{ '<|tool_calls_section_begin|>' }}{% endfor %}",
+    ],
+)
+def test_other_templates_have_no_known_format(source: str) -> None:
+    assert detect_tool_format(source) is None
+
+
+@every_format
+def test_what_a_template_makes_of_a_call_is_read_back(name: str) -> None:
+    tool_format, source = FORMATS[name]
+    calls = CALLS[2:] if tool_format is LLAMA else CALLS
+    messages = [
+        Message("user", "Do."),
+        Message("assistant", "", tool_calls=calls),
+        *(Message("tool", "ok", tool_call_id=call.id, name=call.name) for call in calls),
+    ]
+    calls_as = None if reads_tool_calls(source) else tool_format
+    prompt = render(source, messages, calls_as)
+    assert prompt.startswith(render(source, messages[:1]))
+    turn = prompt.removeprefix(render(source, messages[:1])).partition("<|im_end|>")[0]
+    if tool_format is LLAMA:
+        turn = turn.partition("<|end|>")[2]
+    turn = turn.removeprefix("<|im_start|>assistant\n")
+    assert meant(parse(tool_format, turn).tool_calls) == meant(calls)
+
+
+def test_messages_say_what_they_have_and_nothing_else() -> None:
+    assert message_dict(Message("user", "Hi")) == {"role": "user", "content": "Hi"}
+    assert message_dict(
+        Message("assistant", "Hm.", tool_calls=CALLS[:1], reasoning="Let me see.")
+    ) == {
+        "role": "assistant",
+        "content": "Hm.",
+        "reasoning_content": "Let me see.",
+        "tool_calls": [
+            {
+                "id": "abcdefgh1",
+                "type": "function",
+                "function": {"name": "get", "arguments": dict(CALLS[0].arguments)},
+            }
+        ],
+    }
+    assert message_dict(Message("tool", "42", tool_call_id="abcdefgh1", name="get")) == {
+        "role": "tool",
+        "content": "42",
+        "tool_call_id": "abcdefgh1",
+        "name": "get",
+    }
+    assert tool_dict(GET) == {
+        "type": "function",
+        "function": {"name": "get", "description": "Get something.", "parameters": GET.schema},
+    }
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=str)
+def test_a_template_without_tools_gets_them_as_text(tool_format: ToolFormat) -> None:
+    results = [Message("tool", f"result {call.id}", tool_call_id=call.id) for call in CALLS]
+    conversation = [
+        Message("user", "Do."),
+        Message("assistant", "Well.", tool_calls=CALLS),
+        *results,
+        Message("assistant", "Done."),
+    ]
+    for system in ((), (Message("system", "Be kind."),)):
+        turns = plain_messages([*system, *conversation], TOOLS, tool_format)
+        assert [turn["role"] for turn in turns] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
+        told = str(turns[0]["content"])
+        assert told.startswith("Be kind.\n\n" if system else "You can call tools.")
+        for tool in TOOLS:
+            assert json.dumps(tool_dict(tool)) in told
+        assert tool_format.write_calls(CALLS) in str(turns[2]["content"])
+        for call in CALLS:
+            assert f"result {call.id}" in str(turns[3]["content"])
+        ChatTemplate(PLAIN, bos_token="", eos_token="").render(turns)
+    assert plain_messages(conversation[:1], (), tool_format) == [{"role": "user", "content": "Do."}]
+
+
+# Grammars
+
+_CONTROL = (
+    "<eos>",
+    "<think>",
+    "</think>",
+    "<other>",
+    *sorted({marker for tool_format, _ in FORMATS.values() for marker in tool_format.markers}),
+)
+
+
+class _Vocabulary:
+    """A token for each byte, and control tokens."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in _CONTROL))
+    special_token_ids = tuple(range(256, 256 + len(_CONTROL)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary()))
+
+
+class Vocabulary:
+    """How a model's vocabulary writes markers: `control` are those it has tokens for."""
+
+    def __init__(self, control: Sequence[str]) -> None:
+        self.control = control
+
+    def marker(self, text: str) -> str:
+        return f"<[{256 + _CONTROL.index(text)}]>" if text in self.control else json.dumps(text)
+
+    def tokens(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        while text:
+            found = next((marker for marker in self.control if text.startswith(marker)), None)
+            if found is None:
+                tokens += text[0].encode()
+                text = text[1:]
+            else:
+                tokens.append(256 + _CONTROL.index(found))
+                text = text.removeprefix(found)
+        return tokens
+
+
+def vocabularies(tool_format: ToolFormat) -> list[Vocabulary]:
+    return [Vocabulary(()), Vocabulary((*tool_format.markers, "<think>", "</think>"))]
+
+
+def accepted(grammar: str, tokens: Sequence[int]) -> tuple[int, bool]:
+    """How many tokens the grammar allows, and whether the reply may end behind them."""
+    matcher = llguidance.LLMatcher(TOKENIZER, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    n_tokens = matcher.validate_tokens(list(tokens))
+    matcher.consume_tokens(list(tokens[:n_tokens]))
+    return n_tokens, matcher.is_accepting()
+
+
+def allows(grammar: str, tokens: Sequence[int]) -> bool:
+    return accepted(grammar, tokens) == (len(tokens), True)
+
+
+@every_format
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_grammar_allows_what_is_written(name: str, parallel: bool) -> None:
+    tool_format, _ = FORMATS[name]
+    for vocabulary in vocabularies(tool_format):
+        text = vocabulary.tokens
+        for choice in ("required", "auto"):
+            grammar = tool_format.grammar(
+                TOOLS, choice=choice, parallel=parallel, marker=vocabulary.marker
+            )
+            assert llguidance.LLMatcher.validate_grammar(grammar, TOKENIZER) == ""
+            for call in CALLS:
+                assert allows(grammar, text(tool_format.write_calls([call])))
+            assert allows(grammar, text(tool_format.write_calls(CALLS))) is parallel
+            before = "Hm {1} <tool: " + ("<|python_tag|>" if tool_format is LLAMA else "")
+            in_text = text(before + tool_format.write_calls(CALLS[:1]))
+            assert allows(grammar, in_text) is (choice == "auto")
+            assert allows(grammar, text("Hello, {world}!")) is (choice == "auto")
+            assert allows(grammar, []) is (choice == "auto")
+        for call in CALLS:
+            grammar = tool_format.grammar(
+                TOOLS, choice=call.name, parallel=parallel, marker=vocabulary.marker
+            )
+            for other in CALLS:
+                written = text(tool_format.write_calls([other]))
+                assert allows(grammar, written) is (other == call)
+
+
+def without_control_characters(value: object) -> bool:
+    """JSON writes those as `\\u…`, which no constraint allows."""
+    written = json.dumps(value, ensure_ascii=False)
+    return "\\u" not in written and "\x7f" not in written
+
+
+@every_format
+@given(json_values.filter(without_control_characters))
+def test_the_grammar_allows_any_json_where_the_schema_does(name: str, value: object) -> None:
+    tool_format, _ = FORMATS[name]
+    tool = Tool("f", "", {"type": "object", "properties": {"x": {}}})
+    vocabulary = Vocabulary(())
+    grammar = tool_format.grammar(
+        [tool], choice="required", parallel=False, marker=vocabulary.marker
+    )
+    call = ToolCall("abcdefgh1", "f", {"x": value})
+    assert allows(grammar, vocabulary.tokens(tool_format.write_calls([call])))
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("got", {"a": 1}),
+        ("get", {}),
+        ("get", {"a": "1"}),
+        ("get", {"a": 1.5}),
+        ("get", {"a": True}),
+        ("get", {"a": 1, "b": None}),
+        ("get", {"b": "", "a": 1}),
+        ("get", {"a": 1, "c": 1}),
+        ("get_time", {"a": 1}),
+        ("tree", {"root": {}}),
+        ("tree", {"root": {"ripe": 1}}),
+        ("tree", {"root": {"ripe": True, "twigs": [{}]}}),
+        ("tree", {"root": {"ripe": True}, "label": "oaks"}),
+        ("tree", {"root": {"ripe": True}, "kind": "ash"}),
+        ("tree", {"root": {"ripe": True}, "flags": [True, True, True]}),
+        ("tree", {"root": {"ripe": True}, "heights": {"a": "1"}}),
+    ],
+)
+def test_the_grammar_allows_no_other_call(
+    name: str, tool: str, arguments: dict[str, object]
+) -> None:
+    tool_format, _ = FORMATS[name]
+    for vocabulary in vocabularies(tool_format):
+        wrong = vocabulary.tokens(tool_format.write_calls([ToolCall("abcdefgh1", tool, arguments)]))
+        for choice in ("required", "auto"):
+            grammar = tool_format.grammar(
+                TOOLS, choice=choice, parallel=True, marker=vocabulary.marker
+            )
+            assert accepted(grammar, wrong)[0] < len(wrong)
+
+
+@every_format
+def test_a_marker_that_is_spelt_out_binds_like_its_token(name: str) -> None:
+    tool_format, _ = FORMATS[name]
+    vocabulary = vocabularies(tool_format)[1]
+    grammar = tool_format.grammar(TOOLS, choice="auto", parallel=True, marker=vocabulary.marker)
+    spelt = list(f"Hi {tool_format.opener}".encode())
+    assert accepted(grammar, [*spelt, *b"oops"])[0] == len(spelt)
+
+
+@every_format
+def test_text_may_hold_the_given_control_tokens_and_no_others(name: str) -> None:
+    tool_format, _ = FORMATS[name]
+    vocabulary = vocabularies(tool_format)[1]
+    free = [vocabulary.marker(text) for text in ("<think>", "</think>")]
+    call = tool_format.write_calls(CALLS[:1])
+    for parallel in (True, False):
+        grammar = tool_format.grammar(
+            TOOLS, choice="auto", parallel=parallel, marker=vocabulary.marker, free=free
+        )
+        assert allows(grammar, vocabulary.tokens("<think>Hm {</think>Hello"))
+        assert allows(grammar, vocabulary.tokens(f"<think>Hm {{</think>{call}"))
+        other = 256 + _CONTROL.index("<other>")
+        assert accepted(grammar, [*b"Hi", other])[0] == 2
+
+
+@every_format
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_reasoning_may_come_first(name: str, choice: str) -> None:
+    tool_format, _ = FORMATS[name]
+    call = tool_format.write_calls(CALLS[:1])
+    for vocabulary in vocabularies(tool_format):
+
+        def grammar(opened: bool, vocabulary: Vocabulary = vocabulary) -> str:
+            tags = ReasoningTags("<think>", "</think>")
+            lead = reasoning_lead(tags, vocabulary.marker, opened=opened)
+            return tool_format.grammar(
+                TOOLS, choice=choice, parallel=False, marker=vocabulary.marker, lead=lead
+            )
+
+        text: Callable[[str], list[int]] = vocabulary.tokens
+        assert allows(grammar(True), text(f"\nHm, < {{\n</think>\n\n{call}"))
+        assert not allows(grammar(True), text(call))
+        assert allows(grammar(False), text(f"<think>\nHm, < {{\n</think>\n\n{call}"))
+        assert allows(grammar(False), text(call))
+
+
+def schema_of(**properties: object) -> Tool:
+    return Tool("f", "", {"type": "object", "properties": properties, "required": [*properties]})
+
+
+@pytest.mark.parametrize(
+    ("tool", "part"),
+    [
+        (schema_of(**{"no-name": {}}), "no-name"),
+        (schema_of(x={"type": "object", "patternProperties": {"a": {}}}), "patternProperties"),
+        (schema_of(x={"type": "array", "contains": {}}), "contains"),
+        (schema_of(x={"allOf": [{"type": "boolean"}]}), "allOf"),
+        (schema_of(x={"not": {}}), "not"),
+        (schema_of(x={"$ref": "https://example.com/s"}), "example.com"),
+        (schema_of(x={"type": "array", "items": {"type": "widget"}}), "widget"),
+        (Tool("f", "", {"type": "object", "additionalProperties": {"type": "string"}}), "schema"),
+        (Tool("f", "", {"type": "object", "required": ["x"]}), "'x'"),
+        (Tool("f", "", {"type": "object", "anyOf": [{"required": ["x"]}]}), "anyOf"),
+    ],
+)
+def test_what_python_cannot_express_is_refused_by_name(tool: Tool, part: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=part) as refused:
+        Lfm2().grammar([tool], choice="auto", parallel=True, marker=json.dumps)
+    assert "'f'" in str(refused.value)
+
+
+@every_format
+def test_a_choice_that_is_no_tool_is_refused(name: str) -> None:
+    tool_format, _ = FORMATS[name]
+    for tools, choice in (((), "auto"), (TOOLS, "nothing"), (TOOLS, "none")):
+        with pytest.raises(ProtocolError):
+            tool_format.grammar(tools, choice=choice, parallel=True, marker=json.dumps)
+    with pytest.raises(ProtocolError, match="array"):
+        tool_format.grammar(
+            [Tool("f", "", {"type": "array"})], choice="auto", parallel=True, marker=json.dumps
+        )
