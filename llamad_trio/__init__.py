@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llamad_trio.actors.lane import Lane
-    from llamad_trio.core.completion import Completion
+    from llamad_trio.core.completion import Choice, Completion, TokenLogprob
     from llamad_trio.core.config import EngineConfig
     from llamad_trio.core.errors import (
         Busy,
         ContextOverflow,
         Disconnected,
         EngineClosed,
+        IncompleteOutput,
         InferenceError,
         LlamadError,
         ModelLoadError,
@@ -30,22 +31,36 @@ if TYPE_CHECKING:
         SessionFatal,
         UnsupportedFeature,
     )
+    from llamad_trio.core.events import (
+        Done,
+        ReasoningDelta,
+        StreamEvent,
+        TextDelta,
+        ToolCallDelta,
+        ToolCallStart,
+    )
     from llamad_trio.core.request import Message, Request
+    from llamad_trio.core.tools import Tool, ToolCall
     from llamad_trio.engine import Engine, open_engine
     from llamad_trio.info import EngineStats, ModelInfo
     from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
-    from llamad_trio.stream import TokenStream
+    from llamad_trio.stream import EventStream, TokenStream
+    from llamad_trio.tool_loop import ToolRun, run_tools
 
 __all__ = [
     "Busy",
+    "Choice",
     "Completion",
     "ContextOverflow",
     "ContextReport",
     "Disconnected",
+    "Done",
     "Engine",
     "EngineClosed",
     "EngineConfig",
     "EngineStats",
+    "EventStream",
+    "IncompleteOutput",
     "InferenceError",
     "Lane",
     "LlamadError",
@@ -55,25 +70,36 @@ __all__ = [
     "PrefixStatus",
     "PromptTooLong",
     "ProtocolError",
+    "ReasoningDelta",
     "Request",
     "Segment",
     "Session",
     "SessionFatal",
+    "StreamEvent",
     "SuffixStatus",
+    "TextDelta",
+    "TokenLogprob",
     "TokenStream",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallStart",
+    "ToolRun",
     "UnsupportedFeature",
     "open_engine",
+    "run_tools",
 ]
 
 _HOMES = {
     "actors.lane": ("Lane",),
-    "core.completion": ("Completion",),
+    "core.completion": ("Choice", "Completion", "TokenLogprob"),
     "core.config": ("EngineConfig",),
     "core.errors": (
         "Busy",
         "ContextOverflow",
         "Disconnected",
         "EngineClosed",
+        "IncompleteOutput",
         "InferenceError",
         "LlamadError",
         "ModelLoadError",
@@ -82,11 +108,21 @@ _HOMES = {
         "SessionFatal",
         "UnsupportedFeature",
     ),
+    "core.events": (
+        "Done",
+        "ReasoningDelta",
+        "StreamEvent",
+        "TextDelta",
+        "ToolCallDelta",
+        "ToolCallStart",
+    ),
     "core.request": ("Message", "Request"),
+    "core.tools": ("Tool", "ToolCall"),
     "engine": ("Engine", "open_engine"),
     "info": ("EngineStats", "ModelInfo"),
     "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
-    "stream": ("TokenStream",),
+    "stream": ("EventStream", "TokenStream"),
+    "tool_loop": ("ToolRun", "run_tools"),
 }
 
 # An application that sets up no logging hears nothing from a library.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import attrs
 import trio
@@ -20,8 +21,9 @@ from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.preprocess import Preprocessor, Query
 from llamad_trio.actors.store import SnapshotStore
 from llamad_trio.actors.ticket import Ticket
-from llamad_trio.chat.template import ChatTemplate
-from llamad_trio.core.completion import Completion
+from llamad_trio.chat.template import ChatTemplate, Limits
+from llamad_trio.chat.tools.from_function import tool_from
+from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import (
     Busy,
@@ -36,11 +38,14 @@ from llamad_trio.core.request import Message, Request
 from llamad_trio.core.runtime import LaneLike, ModelFacts, Runtime
 from llamad_trio.core.scheduler import Scheduler
 from llamad_trio.core.shelf import Shelf
+from llamad_trio.core.tokenizing import Scoring
 from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.scoring import choose, score
 from llamad_trio.session import Session, opened
-from llamad_trio.stream import TokenStream
+from llamad_trio.stream import EventStream, TokenStream
+from llamad_trio.typed_request import typed_request, with_value
 
-__all__ = ["Engine", "open_engine", "run_engine"]
+__all__ = ["Engine", "as_request", "open_engine", "run_engine"]
 
 T = TypeVar("T")
 
@@ -67,11 +72,28 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------
 
-    async def complete(self, request: Request | str, **fields: Any) -> Completion:
+    @overload
+    async def complete(
+        self, request: Request | str, *, into: type[T], describe: bool = False, **fields: Any
+    ) -> Completion[T]: ...
+
+    @overload
+    async def complete(
+        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
+    ) -> Completion: ...
+
+    async def complete(
+        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
+    ) -> Completion:
         """Compute a whole completion.
 
         Args:
             request: what to compute, or just its prompt.
+            into: a type: the text will be JSON of it, and `Completion.value` an instance.
+                Any that `typed.schema_of` can describe: attrs classes, dataclasses,
+                TypedDicts, enums, Literals, unions, lists, dicts, primitives,
+                `msgspec.Struct`, pydantic models.
+            describe: tell the model, at the end of the prompt, what its fields mean.
             fields: `Request` fields that override the request's.
 
         A checkpoint.  Cancelled, it stops the work and frees the slot.
@@ -80,10 +102,15 @@ class Engine:
             ProtocolError, PromptTooLong, UnsupportedFeature: the request cannot run.
             Busy: too many requests are waiting.
             ContextOverflow, InferenceError: it failed while running.
+            IncompleteOutput: the text ended before it was an instance of `into`.
             EngineClosed, SessionFatal: the engine has stopped.
         """
-        async with self._submitted(request, fields, streams=False) as ticket:
-            return await ticket.outcome()
+        asked = as_request(request, fields)
+        if into is not None:
+            asked = typed_request(asked, into, describe=describe)
+        async with self._submitted(asked, streams=False) as ticket:
+            completion = await ticket.outcome()
+        return completion if into is None else with_value(completion, into)
 
     async def complete_text(self, request: Request | str, **fields: Any) -> str:
         """`complete`, but only its text."""
@@ -97,8 +124,47 @@ class Engine:
         it early cancels the request.  Arguments and errors as for `complete`; errors
         that need the model come out of the stream.
         """
-        async with self._submitted(request, fields, streams=True) as ticket:
+        async with self._submitted(as_request(request, fields), streams=True) as ticket:
             yield TokenStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
+
+    @asynccontextmanager
+    async def stream_events(
+        self, request: Request | str, **fields: Any
+    ) -> AsyncIterator[EventStream]:
+        """As `stream`, with reasoning and tool calls: typed events, the last one `Done`."""
+        async with self._submitted(as_request(request, fields), streams=True) as ticket:
+            yield EventStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
+
+    async def score(
+        self, request: Request | str, continuations: Sequence[str], **fields: Any
+    ) -> list[float]:
+        """How likely each of several texts is to follow the prompt.
+
+        Args:
+            request: the prompt; its other fields count for nothing.
+            continuations: any number of texts, used as they are.
+            fields: `Request` fields that override the request's.
+
+        Returns:
+            The natural logarithm of each one's probability, in their order.
+
+        The prompt is computed once, and what continuations have in common is, too, where
+        prefixes are reused at all.  A checkpoint; cancelled, it stops the work.  Raises as
+        `complete`.
+        """
+        return await score(self, as_request(request, fields), continuations)
+
+    async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
+        """Which of several texts is likeliest to follow the prompt.  Nothing is sampled.
+
+        Args:
+            request, fields: as for `score`.
+            options: at least one, none empty, all different.  One that another begins
+                with is at least as likely as that.
+
+        A checkpoint; cancelled, it stops the work.  Raises as `complete`.
+        """
+        return await choose(self, as_request(request, fields), options)
 
     def session(self) -> AbstractAsyncContextManager[Session]:
         """Explicit control of prefix, suffix and decode: see `Session`.
@@ -121,8 +187,8 @@ class Engine:
 
         A checkpoint.  Raises as `complete` does.
         """
-        asked = _as_request(request, fields)
-        return await self._ask(lambda: self._preprocessor.render(asked), asked.n_chars)
+        asked = as_request(request, fields)
+        return await self._ask(partial(self._preprocessor.render, asked), asked.n_chars)
 
     async def count_tokens(self, request: Request | str, **fields: Any) -> int:
         """Length of the prompt a request comes to, in tokens.
@@ -130,8 +196,8 @@ class Engine:
         A checkpoint.  Raises as `complete` does; `PromptTooLong` only for a text so long
         that it cannot fit however it is tokenised.
         """
-        asked = _as_request(request, fields)
-        tokens = await self._ask(lambda: self._preprocessor.tokens(asked), asked.n_chars)
+        asked = as_request(request, fields)
+        _, tokens = await self._ask(partial(self._preprocessor.tokens, asked), asked.n_chars)
         return len(tokens)
 
     async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
@@ -150,7 +216,7 @@ class Engine:
         if not isinstance(checked, str):
             raise ProtocolError(f"text must be text, not {type(text).__name__}")
         return await self._ask(
-            lambda: self._runtime.tokenize(checked, add_special=False, parse_special=special),
+            lambda _: self._runtime.tokenize(checked, add_special=False, parse_special=special),
             len(checked),
         )
 
@@ -161,9 +227,9 @@ class Engine:
             ProtocolError: an id is outside the vocabulary.
         """
         asked = Request(tokens)
-        if isinstance(asked.prompt, str):
+        if isinstance(asked.prompt, str | None):
             raise ProtocolError("tokens must be token ids, not text")
-        return await self._ask(lambda: self._preprocessor.render(asked), asked.n_chars)
+        return await self._ask(partial(self._preprocessor.render, asked), asked.n_chars)
 
     # -- looking around ---------------------------------------------------------------------
 
@@ -235,16 +301,32 @@ class Engine:
         A checkpoint.  Raises `ProtocolError` and `PromptTooLong` as `complete` does.
         """
 
-        def work() -> tuple[str, tuple[int, ...]]:
-            text = (
-                content
-                if isinstance(content, str)
-                else self._preprocessor.render_messages(content, add_generation_prompt=ends_open)
-            )
-            return text, tuple(self._preprocessor.text_tokens(text))
+        def work(limits: Limits) -> tuple[str, tuple[int, ...]]:
+            if isinstance(content, str):
+                return content, tuple(self._preprocessor.text_tokens(content))
+            text, tokens = self._preprocessor.conversation(content, limits, ends_open=ends_open)
+            return text, tuple(tokens)
 
-        n_chars = len(content) if isinstance(content, str) else sum(len(m.content) for m in content)
+        n_chars = len(content) if isinstance(content, str) else sum(m.n_chars for m in content)
         return await self._ask(work, n_chars)
+
+    async def prepare_scoring(self, request: Request, continuations: Sequence[str]) -> Scoring:
+        """The tokens of a prompt, and of texts that follow it.
+
+        A checkpoint.  Raises `ProtocolError` and `PromptTooLong` as `complete` does.
+        """
+        n_chars = request.n_chars + sum(map(len, continuations))
+        return await self._ask(partial(self._preprocessor.scoring, request, continuations), n_chars)
+
+    async def score_tokens(self, prompt: Sequence[int], targets: Sequence[int]) -> float:
+        """The natural logarithm of the probability that `targets` follow `prompt`.
+
+        A checkpoint.  Raises as `complete` does.
+        """
+        request = Request([*prompt, *targets[:-1]])
+        async with self._submitted(request, streams=False, targets=targets) as ticket:
+            await ticket.outcome()
+            return sum(ticket.scores)
 
     async def hold(self, holder: str, tokens: Sequence[int]) -> int:
         """Have `tokens` in the pool for `holder`, computing what is not there.
@@ -259,7 +341,7 @@ class Engine:
             await trio.lowlevel.checkpoint()
             return len(tokens)
         request = Request(tokens)
-        async with self._submitted(request, {}, streams=False, holder=holder) as ticket:
+        async with self._submitted(request, streams=False, holder=holder) as ticket:
             return (await ticket.outcome()).cached_tokens
 
     def let_go(self, holder: str) -> None:
@@ -275,23 +357,21 @@ class Engine:
     @asynccontextmanager
     async def _submitted(
         self,
-        request: Request | str,
-        fields: dict[str, Any],
+        request: Request,
         *,
         streams: bool,
         holder: str | None = None,
+        targets: Sequence[int] = (),
     ) -> AsyncIterator[Ticket]:
-        asked = _as_request(request, fields)
-        if asked.grammar is not None:
-            raise UnsupportedFeature("grammar", "constrained output is not built in yet")
         self._check_open()
         self._check_queue()
         ticket = Ticket(
             next(self._ids),
-            asked,
+            request,
             streams=streams,
             on_room=self._decode.resume,
             holder=holder,
+            targets=targets,
         )
         self._decode.register(ticket)
         try:
@@ -301,7 +381,7 @@ class Engine:
             self._decode.withdraw(ticket)
             ticket.close()
 
-    async def _ask(self, function: Callable[[], T], n_chars: int) -> T:
+    async def _ask(self, function: Callable[[Limits], T], n_chars: int) -> T:
         self._check_open()
         query = Query(function, n_chars)
         await self._send(query)
@@ -330,11 +410,24 @@ class Engine:
             raise Busy(max(waiting, 0), limit)
 
 
-def _as_request(request: Request | str, fields: dict[str, Any]) -> Request:
+def as_request(request: Request | str, fields: dict[str, Any]) -> Request:
+    """A request with some of its fields set, and its tools as `Tool`s.
+
+    Raises:
+        ProtocolError: unknown fields, wrong types, a function that makes no tool, two tools
+            of one name.
+    """
     try:
-        if isinstance(request, Request):
-            return attrs.evolve(request, **fields) if fields else request
-        return Request(request, **fields)
+        if not isinstance(request, Request):
+            request = Request(request, **fields)
+        elif fields:
+            request = attrs.evolve(request, **fields)
+        if not request.tools:
+            return request
+        tools = [tool_from(tool) for tool in request.tools]
+        if len({tool.name for tool in tools}) < len(tools):
+            raise ProtocolError("two tools have the same name")
+        return attrs.evolve(request, tools=tools)
     except TypeError as error:
         unknown = sorted(set(fields) - {field.name for field in attrs.fields(Request)})
         if not unknown:

@@ -1,38 +1,101 @@
-"""The stream of one request's text."""
+"""The streams of one request: its text, or all that its reply is made of."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import trio
 
 from llamad_trio.actors.ticket import Ticket
+from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.core.completion import Completion
+from llamad_trio.core.events import Done, ReplyEvent, StreamEvent, TextDelta
 
-__all__ = ["TokenStream"]
+__all__ = ["EventStream", "TokenStream"]
+
+T = TypeVar("T")
 
 
-class TokenStream(trio.abc.ReceiveChannel[str]):
-    """The text of one request, piece by piece.  Made by `Engine.stream`.
-
-    A piece is the text of one or more tokens: whole characters, never empty, nothing of
-    a stop sequence.  A reader that falls behind pauses its own slot and no other.
-    """
+class _ReplyStream(trio.abc.ReceiveChannel[T]):
+    """What streams have in common.  A reader that falls behind pauses its own slot and no
+    other."""
 
     def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
         self._ticket = ticket
         self._withdraw = withdraw
+        self._parser: ReplyParser | None = None
+        self._events: deque[ReplyEvent] = deque()
+        self._is_read = False
+
+    @property
+    def completion(self) -> Completion | None:
+        """The `Completion`, once the request is complete."""
+        return self._ticket.completion
+
+    async def result(self) -> Completion:
+        """Receive the rest and return the `Completion`.
+
+        A checkpoint.  Cancelled, it leaves the stream where it is.
+
+        Raises:
+            LlamadError: the request failed.
+        """
+        if not self._is_read:
+            async for _ in self:
+                pass
+        return await self._ticket.outcome()
+
+    async def aclose(self) -> None:
+        """Stop reading; a request that is still running is cancelled.  A checkpoint."""
+        self._withdraw()
+        self._ticket.close()
+        self._events.clear()
+        await trio.lowlevel.checkpoint()
+
+    @abstractmethod
+    async def receive(self) -> T: ...
+
+    async def _next_event(self) -> ReplyEvent:
+        """A checkpoint; cancelled, it leaves the stream as it was."""
+        if self._events:
+            await trio.lowlevel.checkpoint()
+        while not self._events:
+            try:
+                text = await self._ticket.receive()
+            except trio.EndOfChannel:
+                if self._is_read:
+                    raise
+                self._is_read = True
+                self._events.extend(self._its_parser().finish())
+            else:
+                self._events.extend(self._its_parser().push(text))
+        return self._events.popleft()
+
+    def _its_parser(self) -> ReplyParser:
+        if self._parser is None:
+            self._parser = self._ticket.parser()
+        return self._parser
+
+
+class TokenStream(_ReplyStream[str]):
+    """The text of one request, piece by piece.  Made by `Engine.stream`.
+
+    A piece is the text of one or more tokens: whole characters, never empty, nothing of
+    a stop sequence, of reasoning or of a tool call.  A reader that falls behind pauses its
+    own slot and no other.
+    """
+
+    def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
+        super().__init__(ticket, withdraw=withdraw)
         self._pieces: list[str] = []
 
     @property
     def text(self) -> str:
         """Everything received so far."""
         return "".join(self._pieces)
-
-    @property
-    def completion(self) -> Completion | None:
-        """The `Completion`, once the request is complete."""
-        return self._ticket.completion
 
     async def receive(self) -> str:
         """Wait for the next piece.
@@ -44,27 +107,38 @@ class TokenStream(trio.abc.ReceiveChannel[str]):
             trio.ClosedResourceError: the stream was closed.
             LlamadError: the request failed.
         """
-        piece = await self._ticket.receive()
-        self._pieces.append(piece)
-        return piece
+        while True:
+            event = await self._next_event()
+            if isinstance(event, TextDelta):
+                self._pieces.append(event.text)
+                return event.text
 
-    async def result(self) -> Completion:
-        """Receive the rest and return the `Completion`.
 
-        A checkpoint.  Cancelled, it leaves the stream where it is.
+class EventStream(_ReplyStream[StreamEvent]):
+    """All that one request's reply is made of, as it comes.  Made by `Engine.stream_events`.
+
+    The last event is `Done`.
+    """
+
+    def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
+        super().__init__(ticket, withdraw=withdraw)
+        self._is_done = False
+
+    async def receive(self) -> StreamEvent:
+        """Wait for the next event.
+
+        A checkpoint.  Cancelled, it leaves the stream as it was: no event is lost.
 
         Raises:
+            trio.EndOfChannel: `Done` was received.
+            trio.ClosedResourceError: the stream was closed.
             LlamadError: the request failed.
         """
-        if self._ticket.completion is None or self._ticket.has_pieces:
-            async for _ in self:
-                pass
-        else:
-            await trio.lowlevel.checkpoint()
-        return await self._ticket.outcome()
-
-    async def aclose(self) -> None:
-        """Stop reading; a request that is still running is cancelled.  A checkpoint."""
-        self._withdraw()
-        self._ticket.close()
-        await trio.lowlevel.checkpoint()
+        try:
+            return await self._next_event()
+        except trio.EndOfChannel:
+            if self._is_done:
+                raise
+        completion = await self._ticket.outcome()
+        self._is_done = True
+        return Done(completion)

@@ -13,19 +13,37 @@ on Trio's clock only, so under `trio.testing.MockClock(autojump_threshold=0)` (t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import trio
 
 from llamad_trio.actors.loading import compile_template
+from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.errors import SessionFatal
-from llamad_trio.core.plan import Sampled, SamplerSpec, StepPlan, StepResult, StepStatus
+from llamad_trio.core.plan import (
+    CompiledConstraint,
+    Copy,
+    Drop,
+    Sampled,
+    SamplerSpec,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
 from llamad_trio.core.runtime import ModelFacts
 from llamad_trio.engine import Engine, run_engine
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from llamad_trio.llama.constraint import Compiler, Matcher
 
 __all__ = ["ScriptedModel", "open_scripted_engine"]
 
@@ -35,6 +53,8 @@ Reply = str | Exception
 
 _END = 0x110000
 """One token is one character, its id the code point; this one ends the generation."""
+
+_UNLIKELY = -10.0
 
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -49,7 +69,9 @@ class ScriptedModel:
         replies: a text for every request; or texts by a part of the prompt (the longest
             part found in it counts); or a function from the whole templated prompt to
             the reply.  An exception as the reply (or raised) fails that request with
-            `InferenceError`; so does a prompt no part is found in.
+            `InferenceError`; so does a prompt no part is found in, and a reply that the
+            request's constraint does not allow.  `Engine.choose` takes the option that
+            has most in common with the reply.
         decode_s: seconds on Trio's clock that a step takes.
         prefill_s: seconds each prompt token adds to its step.
         n_ctx_train: the context the model claims to be trained for, in tokens.
@@ -76,6 +98,10 @@ class ScriptedModel:
         self._prefill_s = prefill_s
         self._scripts: dict[int, list[int]] = {}
         self._failures: dict[int, str] = {}
+        self._compiler: Compiler | None = None
+        self._contexts: defaultdict[int, list[int]] = defaultdict(list)
+        self._with_logprobs: set[int] = set()
+        self._scored_from: dict[int, int] = {}
         self._trouble: SessionFatal | str | None = None
         self._abort = trio.Event()
         self.facts: ModelFacts = ModelFacts(
@@ -115,27 +141,51 @@ class ScriptedModel:
         """One character per token."""
         return "".join(chr(token) for token in tokens if token != _END)
 
+    def pieces(self, tokens: Sequence[int]) -> list[bytes]:
+        """The UTF-8 of each token's character."""
+        return [b"" if token == _END else chr(token).encode() for token in tokens]
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """As a real model does; each reply is checked against it."""
+        if self._compiler is None:
+            from llamad_trio.llama.constraint import Compiler
+
+            self._compiler = Compiler(_Bytes())
+        return self._compiler.compile(constraint)
+
     def step(self, plan: StepPlan) -> StepResult:
         """What the step will come to, if it is not aborted while its time passes."""
         self.plans.append(plan)
         trouble, self._trouble = self._trouble, None
         if isinstance(trouble, SessionFatal):
             raise trouble
+        self._arrange(plan)
         elapsed_s = self._decode_s + self._prefill_s * sum(
             len(work.tokens) for work in plan.work if len(work.tokens) > 1
         )
         for request_id in plan.old_samplers:
             self._scripts.pop(request_id, None)
+            self._scored_from.pop(request_id, None)
             self._failures.pop(request_id, None)
+            self._with_logprobs.discard(request_id)
         for spec in plan.new_samplers:
             self._write_script(spec)
+            if spec.n_logprobs is not None:
+                self._with_logprobs.add(spec.request_id)
         if trouble is not None:
             return StepResult(status=StepStatus.FAILED, reason=trouble, elapsed_s=elapsed_s)
         sampling = [work.request_id for work in plan.work if work.sample]
+        scores: dict[int, list[float]] = {}
+        for work in plan.work:
+            if work.targets:
+                with self._failing(work.request_id):
+                    scores[work.request_id] = self._scores(work)
+        failing = [*sampling, *(work.request_id for work in plan.work if work.targets)]
         return StepResult(
             status=StepStatus.DONE,
-            sampled={i: _sampled(self._scripts[i][0]) for i in sampling if i in self._scripts},
-            failures={i: self._failures[i] for i in sampling if i in self._failures},
+            sampled={i: self._sampled(i) for i in sampling if i in self._scripts},
+            scores=scores,
+            failures={i: self._failures[i] for i in failing if i in self._failures},
             elapsed_s=elapsed_s,
         )
 
@@ -158,19 +208,57 @@ class ScriptedModel:
             return StepResult(status=StepStatus.ABORTED, cleared=frozenset(cleared))
         for request_id in result.sampled:
             del self._scripts[request_id][0]
+        if result.status is StepStatus.DONE:
+            for work in self.plans[-1].work:
+                self._contexts[work.seq][work.pos :] = work.tokens
         return result
 
     # -- the script -------------------------------------------------------------------------
 
+    def _arrange(self, plan: StepPlan) -> None:
+        """Keep in mind what each sequence holds: also of a step that is then aborted."""
+        for operation in plan.memory:
+            match operation:
+                case Drop(seq=seq):
+                    self._contexts.pop(seq, None)
+                case Copy(src=src, dst=dst, n=n):
+                    self._contexts[dst] = self._contexts[src][:n]
+
+    def _scores(self, work: Work) -> list[float]:
+        """0 for each target that is where the reply has it, else `_UNLIKELY`."""
+        known = [*self._contexts[work.seq][: work.pos], *work.tokens]
+        first = len(known) - len(work.targets)
+        start = self._scored_from.setdefault(work.request_id, first) + 1
+        reply = self._reply(self.detokenize(known[:start]))
+        if isinstance(reply, Exception):
+            raise reply
+        said = [
+            self.detokenize([*known[start : n + 1], t]) for n, t in enumerate(work.targets, first)
+        ]
+        return [0.0 if reply.startswith(text) else _UNLIKELY for text in said]
+
     def _write_script(self, spec: SamplerSpec) -> None:
-        try:
+        with self._failing(spec.request_id):
             reply = self._reply(self.detokenize(spec.seen))
             if isinstance(reply, Exception):
                 raise reply
-        except Exception as error:  # becomes the request's own InferenceError
-            self._failures[spec.request_id] = f"{type(error).__name__}: {error}"
-        else:
+            if spec.constraint is not None:
+                _check_reply(reply, spec.constraint)
             self._scripts[spec.request_id] = [*map(ord, reply), _END]
+
+    @contextmanager
+    def _failing(self, request_id: int) -> Iterator[None]:
+        """What is raised becomes the request's own `InferenceError`."""
+        try:
+            yield
+        except Exception as error:
+            self._failures[request_id] = f"{type(error).__name__}: {error}"
+
+    def _sampled(self, request_id: int) -> Sampled:
+        token = self._scripts[request_id][0]
+        piece = b"" if token == _END else chr(token).encode()
+        told = TokenLogprob(token, piece, 0.0) if request_id in self._with_logprobs else None
+        return Sampled(token, piece, ends=token == _END, logprobs=told)
 
     def _reply(self, prompt: str) -> Reply:
         if callable(self._replies):
@@ -229,7 +317,41 @@ async def open_scripted_engine(
         yield engine
 
 
-def _sampled(token: int) -> Sampled:
-    if token == _END:
-        return Sampled(token, b"", ends=True)
-    return Sampled(token, chr(token).encode(), ends=False)
+class _Bytes:
+    """A vocabulary of single bytes, to check replies with."""
+
+    def pieces(self) -> Sequence[bytes]:
+        """Each byte, and an end."""
+        return [*(bytes([byte]) for byte in range(256)), b"\xff<end>"]
+
+    def tokenizer(self, pieces: Sequence[bytes]) -> llguidance.LLTokenizer:
+        """llguidance's view of it."""
+        import llguidance
+
+        class Bytes:
+            bos_token_id = None
+            eos_token_id = len(pieces) - 1
+            special_token_ids = (len(pieces) - 1,)
+            tokens = pieces
+
+            def __call__(self, text: bytes) -> list[int]:
+                return list(text)
+
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), slices=[])
+
+    def control_token(self, text: str) -> int | None:
+        """There are none."""
+        return None
+
+
+def _check_reply(reply: str, constraint: CompiledConstraint) -> None:
+    from llamad_trio.llama.constraint import Matcher
+
+    assert isinstance(constraint, Matcher)
+    for n, char in enumerate(reply):
+        if not constraint.accept(char.encode()):
+            raise ValueError(
+                f"the constraint does not allow the scripted reply: {reply[: n + 1]!r}"
+            )
+    if not constraint.may_end:
+        raise ValueError(f"the constraint wants more than the scripted reply: {reply!r}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
 
-__all__ = ["open_plain_nursery", "shielded"]
+__all__ = ["open_plain_nursery", "run_all", "shielded"]
 
 
 @asynccontextmanager
@@ -37,6 +37,29 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
             # Cancelled was filtered out of the group: what is left is a crashed task.
             raise group.exceptions[0] from group.exceptions[0].__cause__
         raise
+
+
+async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Run async functions side by side.
+
+    A checkpoint.  The first that fails cancels the others, and its error comes out as
+    itself.
+    """
+    errors: list[Exception] = []
+    async with trio.open_nursery() as nursery:
+
+        async def run(function: Callable[[], Awaitable[object]]) -> None:
+            try:
+                await function()
+            except Exception as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+
+        for function in functions:
+            nursery.start_soon(run, function)
+    await trio.lowlevel.checkpoint()
+    if errors:
+        raise errors[0]
 
 
 def shielded() -> trio.CancelScope:

@@ -7,19 +7,22 @@ counted from here on.  No cancel abandons such a thread: the model outlives it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+import attrs
 import outcome
 import trio
 
 from llamad_trio.actors.decode import DecodeActor
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.ticket import Ticket
-from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.conversation import Chat, Turn
+from llamad_trio.chat.guard import SENTINELS
+from llamad_trio.chat.template import FULL, QUICK, ChatTemplate, Limits, TemplateTimeout
 from llamad_trio.core.errors import (
     EngineClosed,
     InferenceError,
@@ -28,9 +31,11 @@ from llamad_trio.core.errors import (
     ProtocolError,
 )
 from llamad_trio.core.plan import Prepared
+from llamad_trio.core.prefix import common_length
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.runtime import Runtime
 from llamad_trio.core.sampling import resolve_sampling
+from llamad_trio.core.tokenizing import Scoring, tokens_of_prompt, without_sentinel
 
 __all__ = ["Preprocessor", "Query"]
 
@@ -39,7 +44,8 @@ T = TypeVar("T")
 logger = logging.getLogger("llamad_trio")
 
 MAX_THREADS = 4
-"""Long texts worked on at once; more would only take each other's cores."""
+"""Long texts worked on at once, and constraints compiled at once; more would only take each
+other's cores.  Two limits, because a hostile constraint may take seconds."""
 
 OFF_LOOP_CHARS = 2_000
 """Texts longer than this are worked on in a thread.  Templating and tokenising this many
@@ -47,9 +53,12 @@ characters takes about a millisecond; the loop may be blocked for five at most."
 
 
 class Query:
-    """A question about text for the preprocess actor: `function`, of `n_chars` of it."""
+    """A question about text for the preprocess actor: `function`, of `n_chars` of it.
 
-    def __init__(self, function: Callable[[], Any], n_chars: int) -> None:
+    The function is told what a template may use.
+    """
+
+    def __init__(self, function: Callable[[Limits], Any], n_chars: int) -> None:
         self.function = function
         self.n_chars = n_chars
         self.result: outcome.Outcome[Any] = outcome.Error(EngineClosed())
@@ -88,57 +97,53 @@ class Preprocessor:
         self._inbox = inbox
         self._outbox = outbox
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
-        self._template = template
+        self._compilers = trio.CapacityLimiter(MAX_THREADS)
+        self._chat = Chat(runtime.facts, template)
 
     async def run(self) -> None:
         """Run until cancelled.  What is in the inbox then is answered by nobody."""
         with self._inbox, self._outbox:
             async with open_plain_nursery() as nursery:
                 async for item in self._inbox:
-                    if item.n_chars <= OFF_LOOP_CHARS:
-                        await self._handle(item)
-                    else:
+                    if _is_long(item):
                         nursery.start_soon(self._handle, item)
+                    else:
+                        await self._handle(item)
 
     # -- what queries ask -------------------------------------------------------------------
 
-    def render(self, request: Request) -> str:
+    def render(self, request: Request, limits: Limits) -> str:
         """The prompt as text, as it will be tokenised.
 
         Raises:
             ProtocolError: an id outside the vocabulary, no template.
         """
-        if not isinstance(request.prompt, str):
+        if not isinstance(request.prompt, str | None):
             self._check_vocabulary(request.prompt)
             return self._runtime.detokenize(request.prompt)
-        if request.raw:
-            return request.prompt
-        return self.render_messages(request.messages, add_generation_prompt=True)
+        sentinel = next((s for s in SENTINELS if not _has(request, s)), SENTINELS[0])
+        return self._chat.turn(request, sentinel, limits).prompt.replace(sentinel, "")
 
-    def render_messages(self, messages: Iterable[Message], *, add_generation_prompt: bool) -> str:
-        """A conversation as text, ready for the assistant's turn or not."""
-        if isinstance(self._template, LlamadError):
-            raise copy.copy(self._template)
-        return self._template.render(
-            [{"role": m.role, "content": m.content} for m in messages],
-            add_generation_prompt=add_generation_prompt,
-        )
-
-    def tokens(self, request: Request) -> list[int]:
-        """The prompt as tokens.
+    def tokens(self, request: Request, limits: Limits) -> tuple[Turn, list[int]]:
+        """What a request comes to, and its prompt as tokens.
 
         Raises:
             ProtocolError: no token at all, an id outside the vocabulary, no template.
             PromptTooLong: a text of this length cannot fit, however it is tokenised.
         """
-        if not isinstance(request.prompt, str):
+        if not isinstance(request.prompt, str | None):
             self._check_vocabulary(request.prompt)
+            turn = self._chat.turn(attrs.evolve(request, prompt="", raw=True), "", limits)
             tokens = list(request.prompt)
         else:
-            tokens = self.text_tokens(self.render(request))
+            turn, tokens = self._unforged(
+                request,
+                lambda sentinel: self._chat.turn(request, sentinel, limits),
+                lambda turn: turn.prompt,
+            )
         if not tokens:
             raise ProtocolError("the prompt is empty")
-        return tokens
+        return turn, tokens
 
     def text_tokens(self, text: str) -> list[int]:
         """A prompt's text as tokens, with BOS where the model wants it.
@@ -149,9 +154,60 @@ class Preprocessor:
         facts = self._runtime.facts
         if facts.max_bytes_per_token:
             self._check_length(-(-len(text.encode()) // facts.max_bytes_per_token))
-        # A template that writes BOS itself must not get a second one.
-        has_bos = bool(facts.bos_text) and text.startswith(facts.bos_text)
-        return self._runtime.tokenize(text, add_special=not has_bos, parse_special=True)
+        return tokens_of_prompt(self._runtime, text)
+
+    def conversation(
+        self, messages: tuple[Message, ...], limits: Limits, *, ends_open: bool
+    ) -> tuple[str, list[int]]:
+        """Messages as text and tokens, ready for the assistant's turn or not."""
+
+        def render(sentinel: str) -> tuple[str, str]:
+            text = self._chat.render_messages(
+                messages, sentinel, limits, add_generation_prompt=ends_open
+            )
+            return text, text.replace(sentinel, "")
+
+        (_, text), tokens = self._unforged(messages, render, lambda rendered: rendered[0])
+        return text, tokens
+
+    def scoring(self, request: Request, continuations: Sequence[str], limits: Limits) -> Scoring:
+        """The tokens of a prompt, and of texts that follow it.  Raises as `tokens`."""
+        turn, prompt = self.tokens(request, limits)
+        if request.raw and isinstance(request.prompt, str):
+            wholes = [self.text_tokens(turn.prompt + text) for text in continuations]
+            n = min((common_length(prompt, w, len(prompt)) for w in wholes), default=len(prompt))
+        else:
+            n = 0
+        if n:
+            scoring = Scoring(prompt[:n], [whole[n:] for whole in wholes], prompt[n:])
+        else:
+            # Ids, and what a template ends with, are joined to nothing that follows.
+            tokenize = partial(self._runtime.tokenize, add_special=False, parse_special=False)
+            scoring = Scoring(prompt, [tokenize(text) for text in continuations], ())
+        longest = max(map(len, (*scoring.targets, scoring.own)))
+        self._check_length(len(scoring.prompt) + longest)
+        return scoring
+
+    def _unforged(
+        self, source: object, make: Callable[[str], T], text_of: Callable[[T], str]
+    ) -> tuple[T, list[int]]:
+        """Make something with a prompt's text in it, and tokenise that.
+
+        What looks like a control token and is not the template's own has a sentinel in it,
+        by which `make` has been given; its tokens are left out.
+        """
+        for sentinel in SENTINELS:
+            made = make(sentinel)
+            text = text_of(made)
+            tokens = self.text_tokens(text)
+            if sentinel not in text:
+                return made, tokens
+            if _has(source, sentinel):
+                continue
+            kept = without_sentinel(self._runtime, tokens, sentinel, text.count(sentinel))
+            if kept is not None:
+                return made, kept
+        raise ProtocolError("there is text that this vocabulary cannot tell from a control token")
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -163,12 +219,12 @@ class Preprocessor:
 
     async def _answer(self, query: Query) -> None:
         try:
-            query.result = await self._off_loop(query.n_chars, query.function)
+            query.result = await self._work(query, query.function)
         finally:
             query.answered.set()
 
     async def _prepare(self, ticket: Ticket) -> None:
-        result = await self._off_loop(ticket.n_chars, lambda: self._ready(ticket))
+        result = await self._work(ticket, partial(self._ready, ticket))
         try:
             prepared = result.unwrap()
         except LlamadError as error:
@@ -181,19 +237,25 @@ class Preprocessor:
         await self._outbox.send(prepared)
         self._decode.ring()
 
-    def _ready(self, ticket: Ticket) -> Prepared:
+    def _ready(self, ticket: Ticket, limits: Limits) -> Prepared:
         request = ticket.request
-        tokens = self.tokens(request)
+        turn, tokens = self.tokens(request, limits)
         self._check_length(len(tokens))
+        ticket.turn = turn
+        computes_only = ticket.holder is not None or bool(ticket.targets)
         return Prepared(
             id=ticket.id,
             tokens=tokens,
-            max_tokens=0 if ticket.holder else min(request.max_tokens, self.n_ctx - len(tokens)),
+            max_tokens=0 if computes_only else min(request.max_tokens, self.n_ctx - len(tokens)),
             sampling=resolve_sampling(request, n_ctx=self.n_ctx, fresh_seed=secrets.randbits(32)),
             stop=request.stop,
             streams=ticket.streams,
             session=request.session,
             holder=ticket.holder,
+            targets=ticket.targets,
+            constraint=None if turn.constraint is None else self._runtime.compile(turn.constraint),
+            visible=turn.visible,
+            n_logprobs=request.logprobs,
         )
 
     def _check_vocabulary(self, tokens: Sequence[int]) -> None:
@@ -207,7 +269,30 @@ class Preprocessor:
         if n_tokens > budget:
             raise PromptTooLong(n_tokens, budget)
 
-    async def _off_loop(self, n_chars: int, function: Callable[[], T]) -> outcome.Outcome[T]:
-        if n_chars <= OFF_LOOP_CHARS:
-            return outcome.capture(function)
-        return await trio.to_thread.run_sync(outcome.capture, function, limiter=self._limiter)
+    async def _work(
+        self, item: Ticket | Query, function: Callable[[Limits], T]
+    ) -> outcome.Outcome[T]:
+        """Call `function` with what its template may use: here, or in a thread."""
+        if not _is_long(item):
+            result = outcome.capture(function, QUICK)
+            if not (isinstance(result, outcome.Error) and _is_timeout(result.error)):
+                return result
+        limiter = self._compilers if _compiles(item) else self._limiter
+        return await trio.to_thread.run_sync(outcome.capture, function, FULL, limiter=limiter)
+
+
+def _is_long(item: Ticket | Query) -> bool:
+    return item.n_chars > OFF_LOOP_CHARS or _compiles(item)
+
+
+def _compiles(item: Ticket | Query) -> bool:
+    return isinstance(item, Ticket) and item.request.is_constrained
+
+
+def _is_timeout(error: BaseException) -> bool:
+    return isinstance(error, TemplateTimeout)
+
+
+def _has(source: object, sentinel: str) -> bool:
+    """Whether any text of a request, or of messages, has the sentinel in it."""
+    return ascii(sentinel)[1:-1] in ascii(source)

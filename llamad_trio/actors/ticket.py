@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
 
+import attrs
 import trio
 
+from llamad_trio.chat.conversation import Turn
+from llamad_trio.chat.reply import ReplyParser, new_call_id
 from llamad_trio.core.completion import Completion
-from llamad_trio.core.errors import LlamadError
+from llamad_trio.core.errors import InferenceError, LlamadError
 from llamad_trio.core.request import Request
 from llamad_trio.core.scheduler import Finished
 
@@ -31,6 +36,7 @@ class Ticket:
         request: what to compute.
         streams: whether the caller reads pieces.
         holder: set to only compute the prompt, and to hold on to its KV by this name.
+        targets: tokens to score, instead of generating; see `Prepared`.
         on_room: called when a reader that had fallen behind has caught up.
     """
 
@@ -42,13 +48,19 @@ class Ticket:
         streams: bool,
         on_room: Callable[[int], None],
         holder: str | None = None,
+        targets: Sequence[int] = (),
     ) -> None:
         self.id = ticket_id
         self.request = request
         self.streams = streams
         self.holder = holder
-        self.completion: Completion | None = None
+        self.targets = targets
+        self.turn: Turn | None = None  # once it is prepared
+        self.scores: Sequence[float] = ()
         self.error: LlamadError | None = None
+        self._raw: Completion | None = None
+        self._completion: Completion | None = None
+        self._call_ids: list[str] = []
         self._submitted_at = trio.current_time()
         self._first_token_at: float | None = None
         self._on_room = on_room
@@ -79,7 +91,8 @@ class Ticket:
         """The request is complete."""
         now = trio.current_time()
         first = now if self._first_token_at is None else self._first_token_at
-        self.completion = Completion(
+        self.scores = finished.scores
+        self._raw = Completion(
             text=finished.text,
             prompt_tokens=finished.prompt_tokens,
             generated_tokens=finished.generated_tokens,
@@ -88,6 +101,7 @@ class Ticket:
             cached_tokens=finished.cached_tokens,
             ttft_s=first - self._submitted_at,
             duration_s=now - self._submitted_at,
+            logprobs=None if self.request.logprobs is None else finished.logprobs,
         )
         self._end()
 
@@ -102,6 +116,42 @@ class Ticket:
         self._send.close()
 
     # -- the caller's side ----------------------------------------------------------------
+
+    @property
+    def completion(self) -> Completion | None:
+        """The outcome, once the request is complete: its text taken apart.
+
+        Raises:
+            InferenceError: text of a JSON schema that is no JSON to Python.
+        """
+        if self._completion is None and self._raw is not None:
+            self._completion = self._read(self._raw)
+        return self._completion
+
+    def parser(self) -> ReplyParser:
+        """A new parser for the reply.  All of a ticket's give a call the same id."""
+        assert self.turn is not None, "a request gets text only when it is prepared"
+        return self.turn.parser(map(self._call_id, count()).__next__)
+
+    def _call_id(self, index: int) -> str:
+        while index >= len(self._call_ids):
+            self._call_ids.append(new_call_id())
+        return self._call_ids[index]
+
+    def _read(self, raw: Completion) -> Completion:
+        parser = self.parser()
+        parser.push(raw.text)
+        parser.finish()
+        is_whole = raw.finish_reason == "stop" and raw.stop_sequence is None
+        has_schema = self.request.json_schema is not None
+        return attrs.evolve(
+            raw,
+            text=parser.text,
+            reasoning=parser.reasoning,
+            tool_calls=parser.tool_calls,
+            unfinished=parser.unfinished,
+            value=_data(parser.text) if is_whole and has_schema else None,
+        )
 
     @property
     def has_pieces(self) -> bool:
@@ -133,9 +183,17 @@ class Ticket:
         await self._ended.wait()
         if self.error is not None:
             raise self.error
-        assert self.completion is not None
-        return self.completion
+        completion = self.completion
+        assert completion is not None
+        return completion
 
     def close(self) -> None:
         """Nobody reads any more."""
         self._receive.close()
+
+
+def _data(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise InferenceError(f"the text cannot be read as JSON: {error}") from None

@@ -24,6 +24,12 @@ import trio
 from llamad_trio import Engine, Request, open_engine
 from llamad_trio.bench import run_bench
 from llamad_trio.bench_prefix import run_prefix_bench
+from tests.benchmarks.constrained import (
+    constrained_streams,
+    fixed_keys,
+    gbnf_factor,
+    schema_ratio,
+)
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20
@@ -245,6 +251,10 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "prefix_reuse": (prefix_reuse, "same 0.08, beside 0.15, RAM 0.15, disk 0.15 at most"),
     "shared_prefill": (shared_prefill, "1,250 tokens at most"),
     "cache_cost": (cache_cost, "0.98 at least"),
+    "schema_ratio": (schema_ratio, "0.92 at least"),
+    "fixed_keys": (fixed_keys, "1.0 at least"),
+    "constrained_streams": (constrained_streams, "0.90 at least"),
+    "gbnf_factor": (gbnf_factor, "none: for the record"),
     "idle_cpu": (idle_cpu, "under 20 ms"),
     "reopen_growth": (reopen_growth, "under 20 MiB"),
     "memory_on_top": (memory_on_top, "under 150 MiB"),

@@ -224,15 +224,6 @@ async def test_a_number_out_of_range_is_clamped_and_nan_is_the_default(
         assert engine.stats().requests["completed"] == len(EXTREMES[field])
 
 
-async def test_a_grammar_is_not_silently_ignored(tiny: Engine) -> None:
-    with pytest.raises(UnsupportedFeature, match="grammar"):
-        await tiny.complete("the cat", grammar='root ::= "a"')
-    with pytest.raises(UnsupportedFeature, match="grammar"):
-        async with tiny.stream("the cat", grammar='root ::= "a"'):
-            must_not_run("entered")
-    assert tiny.stats().steps == 0
-
-
 # -- templates ------------------------------------------------------------------------------
 
 

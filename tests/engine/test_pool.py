@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -233,8 +234,15 @@ async def test_the_queue_counts_those_who_wait_for_room(tiny_path: Path) -> None
         open_engine(tiny_path, ONE_THREAD, n_ctx=256, max_queue=1) as engine,
         trio.open_nursery() as nursery,
     ):
+
+        async def ask_again() -> None:
+            while True:
+                with suppress(Busy):
+                    await engine.complete(Request([270] * 200, max_tokens=50))
+                await trio.lowlevel.checkpoint()
+
         for _ in range(2):
-            nursery.start_soon(engine.complete, Request([270] * 200, max_tokens=50))
+            nursery.start_soon(ask_again)
         await until(lambda: engine._decode.scheduler.is_full)  # four slots, room for one
         with pytest.raises(Busy):
             await engine.complete(Request([270] * 200))

@@ -1,0 +1,258 @@
+"""A constraint is always kept, ends the text when it is complete, and disturbs nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import jsonschema
+import pytest
+import trio
+
+from llamad_trio import ProtocolError, Request, open_engine
+from tests.engine.support import EXACT, ONE_THREAD, until_idle
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamad_trio import Engine
+    from tests.models import TinyModels
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SUM = 'root ::= num ("+" num)* "=" num\nnum ::= [0-9] [0-9]? | "(" root ")"'
+LIST = 'start: "[" item ("," item)* "]"\nitem: /[a-c]{1,2}/'
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "json_schema": ({"json_schema": PERSON}, is_person),
+    "regex": ({"regex": "[a-f]{3}-[0-9]{2}/x"}, re.compile("[a-f]{3}-[0-9]{2}/x").fullmatch),
+    "lark": ({"lark": LIST}, re.compile(r"\[[a-c]{1,2}(,[a-c]{1,2})*\]").fullmatch),
+    "grammar": ({"grammar": 'root ::= "<" [xy]+ ">"'}, re.compile("<[xy]+>").fullmatch),
+}
+
+
+@pytest.fixture
+def can_end_path(tiny_model: TinyModels) -> Path:
+    return tiny_model("attention", n_ctx_train=4096, can_end=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_random_text_is_of_the_constraint(can_end_path: Path, kind: str) -> None:
+    fields, matches = KINDS[kind]
+    finished = 0
+    async with open_engine(can_end_path, ONE_THREAD, n_slots=8) as engine:
+
+        async def check(seed: int) -> None:
+            nonlocal finished
+            request = Request("x", raw=True, temperature=2.0, seed=seed, max_tokens=200)
+            done = await engine.complete(request, **fields)
+            if done.finish_reason == "stop":
+                finished += 1
+                assert matches(done.text)
+                assert done.generated_tokens < 200
+                if kind == "json_schema":
+                    assert done.value == json.loads(done.text)
+
+        async with trio.open_nursery() as nursery:
+            for seed in range(24):
+                nursery.start_soon(check, seed)
+    assert finished >= 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_real_model_writes_what_is_asked_for(engine: Engine, temperature: float) -> None:
+    fields: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 60}
+    person = await engine.complete("Describe a person.", json_schema=PERSON, **fields)
+    assert person.finish_reason == "stop"
+    assert is_person(person.text)
+    assert isinstance(person.value, dict)
+    date = await engine.complete("When?", regex=r"\d{4}-\d{2}-\d{2}", **fields)
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date.text)
+    answer = await engine.complete("Is water wet?", grammar='root ::= "yes" | "no"', **fields)
+    assert answer.text in {"yes", "no"}
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+async def test_forced_tokens_change_nothing_but_the_steps(
+    can_end_path: Path, temperature: float
+) -> None:
+    """`logprobs` has every token computed on its own."""
+    async with open_engine(can_end_path, EXACT, n_slots=1, kv_cache=False) as engine:
+        for seed in range(8):
+            request = Request(
+                "x",
+                raw=True,
+                temperature=temperature,
+                seed=seed,
+                max_tokens=120,
+                json_schema=PERSON,
+            )
+            before = engine.stats().steps
+            together = await engine.complete(request)
+            between = engine.stats().steps
+            one_by_one = await engine.complete(request, logprobs=0)
+            after = engine.stats().steps
+            assert together.text == one_by_one.text
+            assert together.generated_tokens == one_by_one.generated_tokens
+            assert between - before < after - between
+            assert one_by_one.logprobs is not None
+            assert len(one_by_one.logprobs) == one_by_one.generated_tokens
+
+
+async def test_max_tokens_and_stop_sequences_cut_within_forced_text(tiny: Engine) -> None:
+    request = Request("x", raw=True, regex="abcdefghij[kl]mnopqrst", temperature=1.0, seed=1)
+    whole = await tiny.complete(request)
+    assert whole.finish_reason == "stop"
+    assert (await tiny.complete(request, max_tokens=19)).finish_reason == "stop"
+    for n in range(1, 19):
+        cut = await tiny.complete(request, max_tokens=n)
+        assert whole.text.startswith(cut.text)
+        assert cut.generated_tokens == n
+        assert cut.finish_reason == "length"
+    stopped = await tiny.complete(request, stop=["fg", "nop"])
+    assert (stopped.text, stopped.stop_sequence) == ("abcde", "fg")
+    stopped = await tiny.complete(request, stop=["nop"])
+    assert stopped.text == whole.text[: whole.text.index("nop")]
+
+
+async def test_what_is_cut_off_has_no_value(tiny: Engine) -> None:
+    cut = await tiny.complete("x", json_schema=PERSON, max_tokens=5, raw=True)
+    assert cut.finish_reason == "length"
+    assert cut.value is None
+
+
+async def test_streamed_pieces_are_the_text(tiny: Engine) -> None:
+    request = Request("x", raw=True, json_schema=PERSON, temperature=1.0, seed=5, max_tokens=200)
+    async with tiny.stream(request) as tokens:
+        pieces = [piece async for piece in tokens]
+        done = await tokens.result()
+    assert "".join(pieces) == done.text
+    assert len(pieces) < done.generated_tokens  # what is forced comes in one piece
+
+
+async def test_requests_side_by_side_get_what_they_get_alone(can_end_path: Path) -> None:
+    requests = [
+        Request(f"{i}", raw=True, temperature=0, max_tokens=60, **fields)
+        for i in range(4)
+        for fields in (*(fields for fields, _ in KINDS.values()), {}, {"grammar": SUM})
+    ]
+    async with open_engine(can_end_path, EXACT, n_slots=4) as engine:
+        alone = [(await engine.complete(request)).text for request in requests]
+    beside = [""] * len(requests)
+    # A pool this small makes them preempt each other, too.
+    async with open_engine(can_end_path, EXACT, n_slots=4, n_ctx=160) as engine:
+
+        async def run(i: int) -> None:
+            beside[i] = (await engine.complete(requests[i])).text
+
+        async with trio.open_nursery() as nursery:
+            for i in range(len(requests)):
+                nursery.start_soon(run, i)
+        await until_idle(engine)
+    assert beside == alone
+
+
+async def test_a_cancelled_constraint_leaves_nothing_behind(tiny: Engine) -> None:
+    free = Request("y", raw=True, temperature=0, max_tokens=80)
+    alone = (await tiny.complete(free)).text
+    endless = Request("x", raw=True, regex="(abcdefgh[ij])*", temperature=1.0, max_tokens=4000)
+    texts: list[str] = []
+
+    async def run_free() -> None:
+        texts.append((await tiny.complete(free)).text)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run_free)
+        for n in range(1, 4):
+            async with tiny.stream(endless) as tokens:
+                for _ in range(n):
+                    await tokens.receive()
+    assert texts == [alone]
+    await until_idle(tiny)
+
+
+async def test_only_one_constraint_at_a_time(tiny: Engine) -> None:
+    for first, second in (("regex", "lark"), ("json_schema", "grammar")):
+        fields = {**KINDS[first][0], **KINDS[second][0]}
+        with pytest.raises(ProtocolError, match=f"only one of {first} and {second}|only one of"):
+            await tiny.complete("x", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "("}, "regex"),
+        ({"lark": "start: nothing"}, "nothing"),
+        ({"grammar": "root ::= nothing"}, "nothing"),
+        ({"json_schema": {"type": "strange"}}, "type"),
+        ({"json_schema": {"type": "object", "uniqueItems": True, "not": {}}}, "json_schema"),
+    ],
+)
+async def test_what_does_not_compile_is_refused_before_any_step(
+    tiny: Engine, fields: dict[str, Any], reason: str
+) -> None:
+    steps = tiny.stats().steps
+    with pytest.raises(ProtocolError, match=reason):
+        await tiny.complete("x", raw=True, **fields)
+    assert tiny.stats().steps == steps
+
+
+async def test_a_prompt_of_tokens_can_be_constrained(tiny: Engine) -> None:
+    done = await tiny.complete(Request([1, 2, 3], regex="a{5}"))
+    assert done.text == "aaaaa"
+
+
+async def test_logprobs_are_those_of_the_model(engine: Engine) -> None:
+    request = Request("1, 2, 3,", raw=True, temperature=0, max_tokens=6)
+    done = await engine.complete(request, logprobs=20)
+    assert done.logprobs is not None
+    assert len(done.logprobs) == done.generated_tokens
+    for told in done.logprobs:
+        values = [top.logprob for top in told.top]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert told.logprob == values[0]
+        assert told.token == told.top[0].token
+    assert "".join(told.text for told in done.logprobs) == done.text
+    # The same text, scored.
+    (score,) = await engine.score(Request("1, 2, 3,", raw=True), [done.text])
+    assert score == pytest.approx(sum(told.logprob for told in done.logprobs), abs=0.5)
+    assert (await engine.complete(request)).logprobs is None
+    few = await engine.complete(request, logprobs=2)
+    assert few.logprobs is not None
+    assert [len(told.top) for told in few.logprobs] == [2] * 6
+
+
+async def test_logprobs_of_a_constrained_token_are_from_before_the_constraint(
+    engine: Engine,
+) -> None:
+    request = Request("1, 2, 3,", raw=True, temperature=0, regex=" zebra", max_tokens=6)
+    done = await engine.complete(request, logprobs=1)
+    assert done.text == " zebra"
+    assert done.logprobs is not None
+    assert done.logprobs[0].logprob < done.logprobs[0].top[0].logprob
+
+
+async def test_the_same_request_twice_is_the_same(tiny: Engine) -> None:
+    request = Request("x" * 40, raw=True, json_schema=PERSON, temperature=0, max_tokens=100)
+    first = await tiny.complete(request)
+    again = await tiny.complete(attrs.evolve(request, session="s"))
+    assert again.cached_tokens > 0
+    assert again.text == first.text

@@ -1,0 +1,507 @@
+"""A stream of events is the reply, in its order, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llamad_trio import (
+    Completion,
+    Done,
+    EngineClosed,
+    InferenceError,
+    Message,
+    PromptTooLong,
+    ProtocolError,
+    ReasoningDelta,
+    Request,
+    StreamEvent,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from llamad_trio.chat.tools import TOOL_FORMATS
+from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from tests.engine.support import ENDLESS, until, until_idle
+
+if TYPE_CHECKING:
+    from llamad_trio import Engine, EventStream
+
+# The model opens its reasoning itself, unless it is told not to think; then the template
+# writes an empty block for it, as Qwen 3's does.
+THINKS_ITSELF = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <tool_call>{"name": #}
+{%- for message in messages %}[{{ message.role }}]
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]
+{%- if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+# The template opens it, as DeepSeek's does.
+IS_MADE_TO_THINK = THINKS_ITSELF.split("{%- if enable_thinking")[0] + "<think>\n{% endif %}"
+
+TAGLESS = THINKS_ITSELF.replace("<think>", "").replace("</think>", "")
+
+
+def look(city: str) -> str:
+    """Look at the weather."""
+    return f"sunny in {city}"
+
+
+CALLS = [
+    ToolCall("aaaaaaaa1", "look", {"city": "Paris"}),
+    ToolCall("aaaaaaaa2", "look", {"city": 'Ro"me 🐈'}),
+]
+CALLED = TOOL_FORMATS["hermes"].write_calls(CALLS)
+
+
+async def all_of(events: EventStream) -> list[StreamEvent]:
+    """Every event up to the end."""
+    received: list[StreamEvent] = []
+    async for event in events:
+        assert not (received and isinstance(received[-1], Done)), "that was the end"
+        received.append(event)
+    return received
+
+
+def check(events: list[StreamEvent]) -> Completion:
+    """The laws of a stream of events; returns the completion it ends with."""
+    assert [event for event in events if isinstance(event, Done)] == events[-1:]
+    last = events[-1]
+    assert isinstance(last, Done)
+    done = last.completion
+    assert "".join(e.text for e in events if isinstance(e, TextDelta)) == done.text
+    assert "".join(e.text for e in events if isinstance(e, ReasoningDelta)) == (
+        done.reasoning or ""
+    )
+    # Reasoning comes before all else.
+    kinds = [type(event) for event in events if not isinstance(event, Done)]
+    n_reasoning = kinds.count(ReasoningDelta)
+    assert kinds[:n_reasoning] == [ReasoningDelta] * n_reasoning
+    arguments: dict[int, str] = {}
+    for event in events:
+        match event:
+            case TextDelta(text) | ReasoningDelta(text):
+                assert text
+            case ToolCallStart(index, call_id, name):
+                # One after the other, each before its arguments.
+                assert index == len(arguments)
+                arguments[index] = ""
+                if index < len(done.tool_calls):
+                    call = done.tool_calls[index]
+                    assert (call.id, call.name) == (call_id, name)
+            case ToolCallDelta(index, text):
+                assert text
+                assert index == len(arguments) - 1
+                arguments[index] += text
+            case Done():
+                pass
+    for index, call in enumerate(done.tool_calls):
+        assert json.loads(arguments[index]) == call.arguments
+    return done
+
+
+async def events_of(
+    reply: str, *, template: str = THINKS_ITSELF, **fields: Any
+) -> tuple[list[StreamEvent], Completion]:
+    """What a scripted reply comes as, checked; and the same reply, completed at once."""
+    model = ScriptedModel(reply, chat_template=template)
+    async with open_scripted_engine(model) as engine:
+        request = Request("x", **{"max_tokens": 2000, **fields})
+        async with engine.stream_events(request) as stream:
+            events = await all_of(stream)
+            for _ in range(2):
+                with pytest.raises(trio.EndOfChannel):
+                    await stream.receive()
+            assert await stream.result() == stream.completion
+        done = check(events)
+        async with engine.stream(request) as pieces:
+            received = [piece async for piece in pieces]
+        assert all(received)
+        assert "".join(received) == pieces.text == done.text
+        at_once = await engine.complete(request)
+    assert (at_once.text, at_once.reasoning) == (done.text, done.reasoning)
+    assert at_once.unfinished == done.unfinished
+    assert [c.arguments for c in at_once.tool_calls] == [c.arguments for c in done.tool_calls]
+    return events, done
+
+
+# -- order and laws -------------------------------------------------------------------------
+
+
+async def test_a_plain_reply_is_text_and_an_end() -> None:
+    events, done = await events_of("Hello there.")
+    assert {type(event) for event in events} == {TextDelta, Done}
+    assert (done.text, done.reasoning, done.tool_calls) == ("Hello there.", None, ())
+
+
+async def test_reasoning_text_and_calls_come_in_the_order_of_the_reply() -> None:
+    reply = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALLED}\nSo it is."
+    events, done = await events_of(reply, tools=[look])
+    runs = [kind.__name__ for kind, _ in itertools.groupby(map(type, events))]
+    assert runs == [
+        *("ReasoningDelta", "TextDelta"),
+        *("ToolCallStart", "ToolCallDelta", "ToolCallStart", "ToolCallDelta"),
+        *("TextDelta", "Done"),
+    ]
+    assert done.reasoning == "Let me see."
+    assert done.text.split() == ["I", "look.", "So", "it", "is."]
+    assert [call.arguments for call in done.tool_calls] == [call.arguments for call in CALLS]
+
+
+async def test_an_empty_reply_is_an_end() -> None:
+    events, done = await events_of("")
+    assert [type(event) for event in events] == [Done]
+    assert (done.text, done.generated_tokens) == ("", 1)
+
+
+async def test_arguments_come_while_they_are_written() -> None:
+    events, _ = await events_of(CALLED, tools=[look])
+    assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
+
+
+REPLIES = st.lists(
+    st.sampled_from(["Hi ", "\n", " ", "a", "<", "<think", "</think>", "🐈", ">", "{}", "."]),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=REPLIES, thought=st.none() | REPLIES, n=st.integers(0, 2), most=st.integers(1, 120))
+async def test_the_laws_hold_for_any_reply_cut_anywhere(
+    text: str, thought: str | None, n: int, most: int
+) -> None:
+    lead = "" if thought is None else f"<think>{thought}</think>"
+    reply = lead + text + TOOL_FORMATS["hermes"].write_calls(CALLS[:n])
+    model = ScriptedModel(reply, chat_template=THINKS_ITSELF)
+    async with open_scripted_engine(model) as engine:
+        fields: dict[str, Any] = {"tools": [look]} if n else {}
+        try:
+            async with engine.stream_events("x", max_tokens=most, **fields) as stream:
+                check(await all_of(stream))
+        except InferenceError as error:
+            assert "does not allow" in str(error) or "wants more" in str(error)  # noqa: PT017
+
+
+async def test_a_call_that_is_cut_off_leaves_no_call_and_no_text() -> None:
+    n = CALLED.index("Paris") + 2
+    events, done = await events_of(CALLED, tools=[look], max_tokens=n)
+    assert isinstance(events[0], ToolCallStart)
+    assert done.tool_calls == ()
+    assert done.unfinished == CALLED[:n]
+    assert done.text == ""
+
+
+# -- reasoning ------------------------------------------------------------------------------
+
+
+async def test_a_model_that_opens_its_reasoning_itself_is_understood() -> None:
+    _, done = await events_of("<think>hm</think>yes")
+    assert (done.reasoning, done.text) == ("hm", "yes")
+    _, done = await events_of("yes, <think> is a tag")
+    assert (done.reasoning, done.text) == (None, "yes, <think> is a tag")
+
+
+async def test_a_template_that_opens_the_reasoning_is_understood() -> None:
+    _, done = await events_of("hm\n</think>\n\nyes", template=IS_MADE_TO_THINK)
+    assert (done.reasoning, done.text) == ("hm", "yes")
+
+
+async def test_a_model_that_only_thinks_says_nothing() -> None:
+    _, done = await events_of("hm, well", template=IS_MADE_TO_THINK)
+    assert (done.reasoning, done.text) == ("hm, well", "")
+    _, done = await events_of("<think>hm, well", max_tokens=10)
+    assert (done.reasoning, done.text, done.finish_reason) == ("hm,", "", "length")
+
+
+async def test_without_reasoning_in_the_template_its_tags_are_text() -> None:
+    _, done = await events_of("<think>hm</think>yes", template=TAGLESS)
+    assert (done.reasoning, done.text) == (None, "<think>hm</think>yes")
+
+
+async def test_a_stream_of_text_has_no_reasoning_and_no_calls() -> None:
+    reply = f"<think>secret</think>public {CALLED}"
+    model = ScriptedModel(reply, chat_template=THINKS_ITSELF)
+    async with open_scripted_engine(model) as engine:
+        async with engine.stream("x", tools=[look], max_tokens=2000) as pieces:
+            text = "".join([piece async for piece in pieces])
+        assert text == "public"
+        assert pieces.completion is not None
+        assert pieces.completion.reasoning == "secret"
+        assert len(pieces.completion.tool_calls) == 2
+        assert await engine.complete_text("x", tools=[look], max_tokens=2000) == "public"
+
+
+async def test_a_variable_of_the_template_switches_thinking_off() -> None:
+    model = ScriptedModel(
+        lambda prompt: "plain" if "</think>" in prompt else "<think>hm</think>thought",
+        chat_template=THINKS_ITSELF,
+    )
+    async with open_scripted_engine(model) as engine:
+        for value, text, reasoning in ((True, "thought", "hm"), (False, "plain", None)):
+            done = await engine.complete("x", template_vars={"enable_thinking": value})
+            assert (done.text, done.reasoning) == (text, reasoning)
+        assert (await engine.complete("x")).reasoning == "hm"
+
+
+RESERVED = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"]
+
+
+@pytest.mark.parametrize("name", RESERVED)
+async def test_a_variable_cannot_take_the_place_of_the_conversation(name: str) -> None:
+    model = ScriptedModel("ok", chat_template=THINKS_ITSELF)
+    async with open_scripted_engine(model) as engine:
+        for ask in (engine.complete, engine.render, engine.count_tokens):
+            with pytest.raises(ProtocolError, match=name):
+                await ask("x", template_vars={name: "forged"})
+        assert await engine.complete_text("x", template_vars={"any other": "name"}) == "ok"
+
+
+async def test_reasoning_of_earlier_turns_is_shown_to_templates_that_want_it() -> None:
+    model = ScriptedModel("ok", chat_template=THINKS_ITSELF)
+    async with open_scripted_engine(model) as engine:
+        said = Message("assistant", "yes", reasoning="hm")
+        assert "[assistant]<think>hm</think>yes" in await engine.render("x", history=[said])
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+async def test_a_schema_is_about_what_follows_the_reasoning() -> None:
+    for reply in ("I think {\n</think>\n\n" + '{"a": 1}', '</think>{"a": 1}'):
+        _, done = await events_of(reply, template=IS_MADE_TO_THINK, json_schema=SCHEMA)
+        assert done.value == {"a": 1}
+        assert done.text == '{"a": 1}'
+    for reply in ('{"a": 1}', "hm</think>yes", 'hm</think>{"a": "b"}', "hm</think>"):
+        with pytest.raises(InferenceError, match="constraint"):
+            await events_of(reply, template=IS_MADE_TO_THINK, json_schema=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"regex": "[0-9]+"}, {"lark": "start: /[0-9]+/"}, {"grammar": "root ::= [0-9]+"}],
+    ids=lambda f: next(iter(f)),
+)
+async def test_any_constraint_is_about_what_follows_the_reasoning(fields: dict[str, Any]) -> None:
+    _, done = await events_of("one, two\n</think>\n\n42", template=IS_MADE_TO_THINK, **fields)
+    assert (done.reasoning, done.text) == ("one, two", "42")
+    # Where no reasoning is open, it is about the whole.
+    _, done = await events_of("42", **fields)
+    assert done.text == "42"
+    with pytest.raises(InferenceError, match="constraint"):
+        await events_of("<think>hm</think>42", **fields)
+
+
+async def test_a_call_may_follow_the_reasoning() -> None:
+    for template, lead in ((THINKS_ITSELF, "<think>"), (IS_MADE_TO_THINK, "")):
+        _, done = await events_of(
+            f"{lead}hm\n</think>\n\n{CALLED}", template=template, tools=[look]
+        )
+        assert done.reasoning == "hm"
+        assert len(done.tool_calls) == 2
+    _, done = await events_of(
+        f"hm\n</think>\n\n{CALLED}", template=IS_MADE_TO_THINK, tools=[look], tool_choice="required"
+    )
+    assert (done.reasoning, len(done.tool_calls)) == ("hm", 2)
+
+
+# -- the reader -----------------------------------------------------------------------------
+
+
+async def test_a_slow_reader_pauses_its_own_slot(tiny: Engine) -> None:
+    asked = Request("the cat", max_tokens=300, temperature=0)
+    text = await tiny.complete_text(asked)
+    async with tiny.stream_events(asked) as slow:
+        await until(lambda: tiny.stats().slots["paused"] == 1)
+        n = [(await tiny.complete("a hat", max_tokens=30)).generated_tokens for _ in range(2)]
+        assert n == [30, 30]
+        assert tiny.stats().slots["paused"] == 1
+        assert slow.completion is None
+        assert check(await all_of(slow)).text == text
+
+
+async def test_a_cancelled_receive_loses_no_event(tiny: Engine) -> None:
+    asked = Request("the cat", max_tokens=60, temperature=0)
+    text = await tiny.complete_text(asked)
+    events: list[StreamEvent] = []
+    n_cancelled = 0
+    deadlines_s = itertools.cycle([0, 0.001, 0.003])
+    async with tiny.stream_events(asked) as stream:
+        while not (events and isinstance(events[-1], Done)):
+            with trio.move_on_after(next(deadlines_s)) as scope:
+                events.append(await stream.receive())
+            n_cancelled += scope.cancelled_caught
+    assert n_cancelled > 0
+    assert check(events).text == text
+
+
+async def test_several_events_of_one_piece_are_each_received_or_still_there() -> None:
+    # In a list of Mistral's the id comes last: a call is told whole, with its last brace.
+    reply = f"Look: {Mistral('list').write_calls(CALLS)}"
+    model = ScriptedModel(reply, chat_template="{{ tools }}{# [TOOL_CALLS] #}")
+    async with open_scripted_engine(model) as engine:
+        events: list[StreamEvent] = []
+        async with engine.stream_events("x", tools=[look], max_tokens=2000) as stream:
+            while not (events and isinstance(events[-1], Done)):
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    events.append(await stream.receive())
+                assert scope.cancelled_caught
+                with trio.testing.assert_checkpoints():
+                    events.append(await stream.receive())
+        assert len(check(events).tool_calls) == 2
+
+
+async def test_result_receives_the_rest(tiny: Engine) -> None:
+    asked = Request("the cat", max_tokens=20, temperature=0)
+    async with tiny.stream_events(asked) as stream:
+        first = await stream.receive()
+        assert isinstance(first, TextDelta)
+        assert stream.completion is None or stream.completion.text
+        done = await stream.result()
+        assert done.text.startswith(first.text)
+        assert done == await stream.result() == stream.completion
+        with pytest.raises(trio.EndOfChannel):
+            await stream.receive()
+
+
+async def test_closing_cancels_the_request(tiny: Engine) -> None:
+    async with tiny.stream_events("the cat", max_tokens=ENDLESS) as stream:
+        await stream.receive()
+        await stream.aclose()
+        await stream.aclose()
+        with pytest.raises(trio.ClosedResourceError):
+            await stream.receive()
+        with pytest.raises(trio.ClosedResourceError):
+            await stream.result()
+        await until_idle(tiny)
+    assert tiny.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
+
+
+async def test_leaving_the_block_cancels_the_request(tiny: Engine) -> None:
+    async with tiny.stream_events("the cat", max_tokens=ENDLESS) as stream:
+        await stream.receive()
+    await until_idle(tiny)
+    assert tiny.stats().requests["cancelled"] == 1
+
+
+async def test_nothing_is_submitted_before_it_is_entered(tiny: Engine) -> None:
+    stream = tiny.stream_events("the cat", max_tokens=2)
+    await trio.lowlevel.checkpoint()
+    assert tiny.stats().requests == {"completed": 0, "failed": 0, "cancelled": 0}
+    async with stream as events:
+        check(await all_of(events))
+    assert tiny.stats().requests == {"completed": 1, "failed": 0, "cancelled": 0}
+
+
+async def test_an_error_comes_out_of_the_stream_after_what_there_was(tiny: Engine) -> None:
+    async with tiny.stream_events(Request([7] * 9000)) as stream:
+        for _ in range(2):
+            with pytest.raises(PromptTooLong):
+                await stream.receive()
+        with pytest.raises(PromptTooLong):
+            await stream.result()
+        assert stream.completion is None
+    model = ScriptedModel("abc", decode_s=0.0)
+    async with open_scripted_engine(model) as engine, engine.stream_events("x") as stream:
+        first = await stream.receive()
+        assert isinstance(first, TextDelta)
+        model.fail_next_step("no luck")
+        received = [first.text]
+        with pytest.raises(InferenceError, match="no luck"):
+            while True:
+                event = await stream.receive()
+                assert isinstance(event, TextDelta)
+                received.append(event.text)
+        assert "abc".startswith("".join(received))
+        with pytest.raises(InferenceError, match="no luck"):
+            await stream.receive()
+
+
+async def test_a_closing_engine_ends_the_stream() -> None:
+    errors: list[EngineClosed] = []
+    async with trio.open_nursery() as nursery:
+
+        async def read(engine: Engine) -> None:
+            async with engine.stream_events("x") as stream:
+                try:
+                    await all_of(stream)
+                except EngineClosed as error:
+                    errors.append(error)
+
+        model = ScriptedModel("x" * 100, decode_s=1e6)
+        async with open_scripted_engine(model) as engine:
+            nursery.start_soon(read, engine)
+            await until(lambda: bool(model.plans))
+    assert len(errors) == 1
+
+
+async def test_a_real_model_keeps_the_laws(engine: Engine) -> None:
+    asked = Request("Tell me a story.", max_tokens=16, temperature=1.0, seed=3)
+    async with engine.stream_events(asked) as stream:
+        events = await all_of(stream)
+    assert len(events) > 2
+    assert check(events).text == await engine.complete_text(asked)
+
+
+# -- the scripted model ---------------------------------------------------------------------
+
+
+async def test_a_scripted_choice_is_the_option_that_the_reply_begins_with() -> None:
+    replies = {"sky": "blue, I think", "grass": "green", "snow": "white"}
+    async with open_scripted_engine(replies) as engine:
+        options = ["green", "blue", "white"]
+        for part, text in (("sky", "blue"), ("grass", "green"), ("snow", "white")):
+            choice = await engine.choose(f"What colour is {part}?", options)
+            assert (choice.text, options[choice.index]) == (text, text)
+            assert sum(choice.probabilities) == pytest.approx(1.0)
+            assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.9
+        scores = await engine.score("What colour is sky?", ["blue", "green"])
+        assert scores[0] > scores[1]
+        with pytest.raises(InferenceError, match="no reply is scripted"):
+            await engine.choose("What colour is coal?", options)
+
+
+async def test_scripted_logprobs_are_there_where_they_are_asked_for() -> None:
+    async with open_scripted_engine("a🐈") as engine:
+        assert (await engine.complete("x")).logprobs is None
+        for n in (0, 5):
+            done = await engine.complete("x", logprobs=n)
+            assert done.logprobs is not None
+            assert len(done.logprobs) == done.generated_tokens
+            assert "".join(told.text for told in done.logprobs) == "a🐈"
+            assert all(told.logprob <= 0 for told in done.logprobs)
+
+
+async def test_a_scripted_reply_that_its_constraint_does_not_allow_is_an_error() -> None:
+    async with open_scripted_engine("abc") as engine:
+        assert await engine.complete_text("x", regex="[a-c]+") == "abc"
+        for pattern, complaint in (
+            ("[0-9]+", "does not allow"),
+            ("ab", "does not allow"),
+            ("abcd", "wants more"),
+        ):
+            with pytest.raises(InferenceError, match=complaint):
+                await engine.complete("x", regex=pattern)
+            with pytest.raises(InferenceError, match=complaint):
+                async with engine.stream("x", regex=pattern) as tokens:
+                    await tokens.result()
+        # It costs that request only.
+        assert await engine.complete_text("x") == "abc"
+        with pytest.raises(ProtocolError, match="regex"):
+            await engine.complete("x", regex="(")

@@ -1,0 +1,459 @@
+"""How likely texts are to follow a prompt: the model's own numbers, from one pass over it."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trio
+
+from llamad_trio import Busy, EngineClosed, PromptTooLong, ProtocolError, Request, open_engine
+from tests.engine.support import (
+    ENDLESS,
+    EXACT,
+    ONE_THREAD,
+    SURE_PROMPTS,
+    held_steps,
+    until,
+    until_idle,
+    until_queued,
+)
+from tests.models import DECODER_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from llamad_trio import Engine
+    from tests.models import Kind, TinyModels
+
+PROMPT = "the cat and the rat ran in the rain, then they rested"
+OPTIONS = ["the end", "a", "and then", "rain", "they ran", "x.", "the", "üçé", "猫"]
+
+CLOSE = 5e-3
+"""What the cut of a prompt into steps changes, where the KV cache is exact."""
+
+ROUGH = 0.15
+"""The same for SmolLM2 with its usual settings, over a few tokens."""
+
+QUESTION = "Answer with one word. What is the capital of France?"
+
+
+@pytest.fixture
+async def exact(tiny_path: Path) -> AsyncIterator[Engine]:
+    """A tiny model whose numbers do not hang on how its steps are cut."""
+    async with open_engine(tiny_path, EXACT, n_ctx=2048) as engine:
+        yield engine
+
+
+# -- what comes out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "raw", "options", "best"),
+    [
+        (QUESTION, False, ["London", "Paris", "Berlin"], "Paris"),
+        ("The capital of France is", True, [" London", " Paris", " a banana"], " Paris"),
+        (SURE_PROMPTS[0], True, [" 7", " 8", " 9"], " 9"),
+        ("The quick brown fox jumps over the lazy", True, [" dog", " cat", " sea"], " dog"),
+    ],
+)
+async def test_the_sensible_option_wins(
+    engine: Engine, prompt: str, raw: bool, options: list[str], best: str
+) -> None:
+    choice = await engine.choose(prompt, options, raw=raw)
+    assert choice.text == options[choice.index] == best
+    assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.5
+
+
+async def test_probabilities_are_in_the_order_of_the_options_and_add_up_to_1(
+    exact: Engine,
+) -> None:
+    there = await exact.choose(PROMPT, OPTIONS)
+    back = await exact.choose(PROMPT, OPTIONS[::-1])
+    assert len(there.probabilities) == len(OPTIONS)
+    assert sum(there.probabilities) == pytest.approx(1)
+    assert there.probabilities == pytest.approx(back.probabilities[::-1], rel=0.01)
+    assert there.text == back.text
+    scores = await exact.score(PROMPT, OPTIONS)
+    assert there.index == scores.index(max(scores))
+    ratio = there.probabilities[0] / there.probabilities[1]
+    assert ratio == pytest.approx(math.exp(scores[0] - scores[1]), rel=0.01)
+
+
+async def test_a_single_option_is_certain(exact: Engine) -> None:
+    choice = await exact.choose(PROMPT, ["rain"])
+    assert (choice.text, choice.index, list(choice.probabilities)) == ("rain", 0, [1.0])
+
+
+async def test_options_too_unlikely_for_a_float_still_have_a_winner(exact: Engine) -> None:
+    choice = await exact.choose(PROMPT, ["猫" * 150, "猫" * 149])
+    assert choice.index == 1
+    assert sum(choice.probabilities) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("text", [" Paris", " the city of Paris, in the north", " 42"])
+async def test_a_score_is_the_sum_of_the_logprobs_of_the_text_when_it_is_forced(
+    engine: Engine, text: str
+) -> None:
+    asked = Request("The capital of France is", raw=True, temperature=0)
+    forced = await engine.complete(asked, regex=re.escape(text), logprobs=0)
+    assert forced.text == text
+    assert forced.logprobs is not None
+    assert [told.token for told in forced.logprobs] == await engine.tokenize(text)
+    (score,) = await engine.score(asked, [text])
+    assert score == pytest.approx(sum(told.logprob for told in forced.logprobs), abs=ROUGH)
+
+
+async def test_scores_of_one_token_are_the_logprobs_in_its_place(exact: Engine) -> None:
+    asked = Request(await exact.tokenize(PROMPT), max_tokens=1, temperature=0)
+    done = await exact.complete(asked, logprobs=20)
+    assert done.logprobs is not None
+    # A letter may also be there as a byte, which no text is cut into.
+    by_text = {
+        told.text: told.logprob
+        for told in done.logprobs[0].top
+        if await exact.tokenize(told.text) == [told.token]
+    }
+    letters = [text for text in by_text if re.fullmatch("[a-z.,]", text)]
+    assert len(letters) > 5
+    scores = await exact.score(asked, letters)
+    assert scores == pytest.approx([by_text[letter] for letter in letters], abs=CLOSE)
+
+
+async def test_what_cannot_both_follow_is_no_likelier_together_than_certain(
+    exact: Engine,
+) -> None:
+    sums: list[float] = []
+    for prompt in ("the", "rain", "and he", "in a", "they", PROMPT):
+        tokens = Request(await exact.tokenize(prompt))
+        scores = await exact.score(tokens, list("abcdefghijklmnopqrstuvwxyz.,"))
+        assert all(score < 0 for score in scores)
+        sums.append(sum(map(math.exp, scores)))
+    assert 0.5 < max(sums) <= 1.0001
+
+
+async def test_a_score_is_that_of_a_part_and_of_what_follows_that(engine: Engine) -> None:
+    prompt, first, then = "The capital of France", " is", " Paris, the city"
+    (whole,) = await engine.score(prompt, [first + then], raw=True)
+    (of_first,) = await engine.score(prompt, [first], raw=True)
+    (of_then,) = await engine.score(prompt + first, [then], raw=True)
+    assert whole == pytest.approx(of_first + of_then, abs=ROUGH)
+
+
+async def test_nothing_is_sure_to_follow(engine: Engine) -> None:
+    before, paris, after = await engine.score(QUESTION, ["", "Paris", ""])
+    assert before == after == 0 > paris
+    assert (await engine.score("The cap", ["", "ital"], raw=True))[0] == 0
+    assert await engine.score("The cap", [""], raw=True) == [0]
+    assert await engine.score(QUESTION, []) == []
+
+
+async def test_the_same_text_has_the_same_score(exact: Engine) -> None:
+    first, second, third = await exact.score(PROMPT, ["rain", "a", "rain"])
+    assert first == third != second
+
+
+# -- where text and continuation meet within a token ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation"),
+    [
+        ("The cap", "ital"),
+        ("The capital of Fr", "ance"),
+        ("She said hel", "lo"),
+        ("1 + 1 = 1", "1"),
+    ],
+)
+async def test_a_probability_is_at_most_1_where_a_token_goes_over_the_seam(
+    engine: Engine, prompt: str, continuation: str
+) -> None:
+    cut, odd, longer = await engine.score(
+        prompt, [continuation, "qzx", continuation + " and the"], raw=True
+    )
+    assert longer <= cut <= 0
+    assert odd < cut
+    alone = (await engine.score(prompt, [continuation], raw=True))[0]
+    assert alone == pytest.approx(cut, abs=ROUGH)
+
+
+async def test_a_word_that_is_begun_is_completed_sensibly(engine: Engine) -> None:
+    choice = await engine.choose("The capital of Fr", ["uit", "ance", "og"], raw=True)
+    assert choice.text == "ance"
+    assert choice.probabilities[1] > 0.9
+
+
+async def test_ids_are_joined_to_nothing(engine: Engine) -> None:
+    ids = await engine.tokenize("The cap")
+    expected = await engine.score_tokens(ids, await engine.tokenize("ital"))
+    (apart,) = await engine.score(Request(ids), ["ital"])
+    (joined,) = await engine.score("The cap", ["ital"], raw=True)
+    assert apart == pytest.approx(expected, abs=ROUGH)
+    assert apart < joined - 1
+
+
+# -- what it costs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_options", [1, 2, 20])
+async def test_the_prompt_is_computed_once(exact: Engine, n_options: int) -> None:
+    options = [f"{chr(ord('a') + i)} rat ran" for i in range(n_options)]
+    n_prompt = await exact.count_tokens(PROMPT)
+    n_options_tokens = sum([len(await exact.tokenize(option)) for option in options])
+    await exact.score(PROMPT, options)
+    stats = exact.stats()
+    assert stats.prefill_tokens <= n_prompt + n_options_tokens
+    assert stats.decode_tokens == 0
+    # And a second time not at all.
+    await exact.choose(PROMPT, options)
+    again = exact.stats().prefill_tokens - stats.prefill_tokens
+    assert again <= n_options_tokens
+
+
+async def test_a_prompt_that_was_computed_already_is_reused(exact: Engine) -> None:
+    done = await exact.complete(PROMPT, max_tokens=4, temperature=0)
+    before = exact.stats().prefill_tokens
+    await exact.score(PROMPT, ["a", "in"])
+    assert exact.stats().prefill_tokens - before < done.prompt_tokens / 2
+
+
+async def test_only_the_prompt_is_retained(exact: Engine) -> None:
+    n_prompt = await exact.count_tokens(PROMPT)
+    await exact.score(PROMPT, [f"{option} and more of it" for option in OPTIONS])
+    await until_idle(exact)
+    assert n_prompt - 1 <= exact.stats().kv_retained_tokens <= n_prompt
+
+
+async def test_the_prompt_is_held_no_longer_than_the_scoring_takes(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
+        await engine.score(Request([20] * 200), ["a", "b"])
+        await engine.complete(Request([21] * 200), max_tokens=1)
+        await engine.complete(Request([22] * 200), max_tokens=1)  # one of the two has to go
+        assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+
+
+@pytest.mark.parametrize("kind", DECODER_KINDS)
+async def test_every_memory_gives_the_numbers_of_a_plain_pass(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    path = tiny_model(kind)
+    plain: list[float] = []
+    for kv_cache in (False, True):
+        async with open_engine(path, EXACT, n_ctx=2048, kv_cache=kv_cache) as engine:
+            scores = await engine.score(PROMPT, OPTIONS)
+            one_by_one = [(await engine.score(PROMPT, [option]))[0] for option in OPTIONS]
+            await until_idle(engine)
+        plain = plain or one_by_one
+        assert scores == pytest.approx(plain, abs=CLOSE)
+        assert one_by_one == pytest.approx(plain, abs=CLOSE)
+
+
+async def test_hundreds_of_options_in_two_slots(tiny_path: Path) -> None:
+    options = [f"{chr(ord('a') + i % 26)} rat {i}" for i in range(200)]
+    async with open_engine(tiny_path, EXACT, n_ctx=1024, n_slots=2) as engine:
+        scores = await engine.score(PROMPT, options)
+        assert len(scores) == 200
+        for i in (0, 99, 199):
+            (alone,) = await engine.score(PROMPT, [options[i]])
+            assert scores[i] == pytest.approx(alone, abs=CLOSE)
+        await until_idle(engine)
+
+
+async def test_a_pool_with_room_for_little_more_than_the_prompt_will_do(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, EXACT, n_ctx=2048) as engine:
+        expected = await engine.score(PROMPT, OPTIONS)
+        n_prompt = await engine.count_tokens(PROMPT)
+    async with open_engine(tiny_path, EXACT, n_ctx=n_prompt + 16) as engine:
+        assert await engine.score(PROMPT, OPTIONS) == pytest.approx(expected, abs=CLOSE)
+        await until_idle(engine)
+
+
+async def test_a_long_continuation_is_scored_whole(tiny_path: Path) -> None:
+    text = "and the rat ran then. " * 30
+    async with open_engine(tiny_path, EXACT, n_ctx=2048, n_batch=16) as engine:
+        (in_small_steps,) = await engine.score(PROMPT, [text])
+    async with open_engine(tiny_path, EXACT, n_ctx=2048) as engine:
+        (score,) = await engine.score(PROMPT, [text])
+        forced = await engine.complete(
+            PROMPT, regex=re.escape(text), logprobs=0, temperature=0, max_tokens=1000
+        )
+    assert forced.text == text
+    assert forced.logprobs is not None
+    assert score == pytest.approx(in_small_steps, abs=0.1)
+    assert score == pytest.approx(sum(told.logprob for told in forced.logprobs), abs=0.1)
+
+
+# -- beside others --------------------------------------------------------------------------
+
+
+async def test_streams_beside_it_say_what_they_say_alone(exact: Engine) -> None:
+    asked = [Request(f"{c} {PROMPT}", max_tokens=30, temperature=0) for c in "abc"]
+    alone = [await exact.complete_text(request) for request in asked]
+    expected = await exact.score(PROMPT, OPTIONS)
+    texts: dict[int, str] = {}
+    scores: list[list[float]] = []
+
+    async def complete(i: int) -> None:
+        texts[i] = await exact.complete_text(asked[i])
+
+    async def score() -> None:
+        scores.append(await exact.score(PROMPT, OPTIONS))
+
+    async with trio.open_nursery() as nursery:
+        for i in range(len(asked)):
+            nursery.start_soon(complete, i)
+            nursery.start_soon(score)
+    assert [texts[i] for i in range(len(asked))] == alone
+    for each in scores:
+        assert each == pytest.approx(expected, abs=CLOSE)
+    await until_idle(exact)
+
+
+async def test_cancelled_it_leaves_nothing_behind(exact: Engine) -> None:
+    n_prompt = await exact.count_tokens(PROMPT)
+    expected = await exact.score(PROMPT, OPTIONS)
+    for n_steps in (0, 1, 3):
+        async with trio.open_nursery() as nursery:
+            before = exact.stats().steps
+            nursery.start_soon(exact.score, PROMPT, [option * 20 for option in OPTIONS])
+            nursery.start_soon(exact.choose, f"x {PROMPT}", OPTIONS)
+            await until(lambda before=before, n=n_steps: exact.stats().steps >= before + n)  # type: ignore[misc]
+            nursery.cancel_scope.cancel()
+        await until_idle(exact)
+        # The two prompts, or parts of them.
+        assert exact.stats().kv_retained_tokens <= 2 * n_prompt + 2
+    assert await exact.score(PROMPT, OPTIONS) == pytest.approx(expected, abs=CLOSE)
+
+
+async def test_cancelled_in_a_step_it_lets_go_of_the_prompt(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
+        await engine.score(Request([20] * 200), ["a"])
+        with held_steps(monkeypatch) as steps:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.score, Request([20] * 200), ["a", "b"])
+                await until(steps.begun.is_set)
+                nursery.cancel_scope.cancel()
+        await until_idle(engine)
+        await engine.complete(Request([21] * 200), max_tokens=1)
+        await engine.complete(Request([22] * 200), max_tokens=1)  # one of the two has to go
+        assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+
+
+async def test_one_scoring_of_many_options_does_not_overflow_the_queue(tiny_path: Path) -> None:
+    for max_queue in (0, 1):
+        async with open_engine(
+            tiny_path, EXACT, n_ctx=512, n_slots=2, max_queue=max_queue
+        ) as engine:
+            assert len(await engine.score(PROMPT, OPTIONS)) == len(OPTIONS)
+
+
+async def test_a_full_queue_refuses_it(tiny_path: Path) -> None:
+    async with (
+        open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_slots=1, max_queue=0) as engine,
+        engine.stream("the cat", max_tokens=ENDLESS) as running,
+    ):
+        await running.receive()
+        with pytest.raises(Busy):
+            await engine.score(PROMPT, OPTIONS)
+        with pytest.raises(Busy):
+            await engine.choose(PROMPT, OPTIONS)
+        await running.receive()
+
+
+async def test_it_waits_in_the_queue_like_any_request(tiny_path: Path) -> None:
+    scores: list[float] = []
+    async with open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_slots=1) as engine:
+
+        async def score() -> None:
+            scores.extend(await engine.score(PROMPT, OPTIONS))
+
+        async with (
+            trio.open_nursery() as nursery,
+            engine.stream("the cat", max_tokens=ENDLESS) as running,
+        ):
+            await running.receive()
+            nursery.start_soon(score)
+            await until_queued(engine, 1)
+            await running.receive()
+            assert scores == []
+        assert len(scores) == len(OPTIONS)
+
+
+async def test_when_the_engine_closes_it_ends(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD) as engine:
+        await engine.score(PROMPT, ["a"])
+    with pytest.raises(EngineClosed):
+        await engine.score(PROMPT, ["a"])
+    with pytest.raises(EngineClosed):
+        await engine.choose(PROMPT, ["a"])
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+NO_TEXTS: list[Any] = ["ab", b"ab", 5, None, [5], [None], [b"a"], ["a\0b"], ["\ud800"], [["a"]]]
+
+
+@pytest.mark.parametrize("texts", NO_TEXTS, ids=repr)
+async def test_what_is_no_list_of_texts_is_refused(exact: Engine, texts: Any) -> None:
+    with pytest.raises(ProtocolError, match="continuations"):
+        await exact.score(PROMPT, texts)
+    with pytest.raises(ProtocolError, match="options"):
+        await exact.choose(PROMPT, texts)
+    assert exact.stats().steps == 0
+
+
+@pytest.mark.parametrize("options", [[], [""], ["a", ""], ["a", "b", "a"]], ids=repr)
+async def test_options_that_make_no_choice_are_refused(exact: Engine, options: list[str]) -> None:
+    with pytest.raises(ProtocolError, match="options"):
+        await exact.choose(PROMPT, options)
+    assert exact.stats().steps == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"request": [10**9]}, {"request": []}, {"request": PROMPT, "temprature": 1}],
+    ids=repr,
+)
+async def test_a_bad_prompt_is_refused(exact: Engine, fields: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        await exact.score(**fields, continuations=["a"])
+    with pytest.raises(ProtocolError):
+        await exact.choose(**fields, options=["a"])
+
+
+async def test_what_does_not_fit_is_refused_before_anything_is_computed(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD, n_ctx=128) as engine:
+        for prompt, continuation in [
+            (Request([20] * 128), "a"),
+            (Request([20] * 100), "a" * 100),
+            (Request("a" * 100, raw=True), "a" * 100),
+            (Request([20]), "a" * 100_000),
+        ]:
+            with pytest.raises(PromptTooLong):
+                await engine.score(prompt, ["b", continuation])
+            with pytest.raises(PromptTooLong):
+                await engine.choose(prompt, ["b", continuation])
+        assert engine.stats().steps == 0
+        (score,) = await engine.score(Request([20] * 100), ["a" * 27])
+        assert score < 0
+        await until_idle(engine)
+
+
+async def test_an_engine_that_closes_fails_it(tiny_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        closed = trio.Event()
+
+        async def score(engine: Engine) -> None:
+            with pytest.raises(EngineClosed):
+                await engine.score(Request([20] * 1500), OPTIONS)
+            closed.set()
+
+        async with open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_batch=8) as engine:
+            nursery.start_soon(score, engine)
+            await until(lambda: engine.stats().steps > 0)
+        await closed.wait()
