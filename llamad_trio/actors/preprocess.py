@@ -173,11 +173,10 @@ class Preprocessor:
     def scoring(self, request: Request, continuations: Sequence[str], limits: Limits) -> Scoring:
         """The tokens of a prompt, and of texts that follow it.  Raises as `tokens`."""
         turn, prompt = self.tokens(request, limits)
+        wholes: list[list[int]] = []
         if request.raw and isinstance(request.prompt, str):
             wholes = [self.text_tokens(turn.prompt + text) for text in continuations]
-            n = min((common_length(prompt, w, len(prompt)) for w in wholes), default=len(prompt))
-        else:
-            n = 0
+        n = min((common_length(prompt, whole, len(prompt)) for whole in wholes), default=0)
         if n:
             scoring = Scoring(prompt[:n], [whole[n:] for whole in wholes], prompt[n:])
         else:
