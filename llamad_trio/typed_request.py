@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 
 from llamad_trio.chat.typed import describe as description_of
 from llamad_trio.chat.typed import schema_of, structure
-from llamad_trio.core.completion import Completion
+from llamad_trio.core.completion import Completion, is_cut_off
 from llamad_trio.core.errors import IncompleteOutput, InferenceError, ProtocolError
 from llamad_trio.core.request import Request
 
@@ -37,16 +35,16 @@ def typed_request(request: Request, kind: object, *, describe: bool) -> Request:
 
 
 def with_value(completion: Completion, kind: object) -> Completion:
-    """The completion, its value an instance of a type.
+    """The completion of a typed request, its value an instance of the type.
 
     Raises:
         IncompleteOutput: the text was cut off.
         InferenceError: it is JSON of the schema, and yet no instance.
     """
-    if completion.finish_reason == "length" or completion.stop_sequence is not None:
+    if is_cut_off(completion):
         raise IncompleteOutput(completion.text)
     try:
-        value = structure(json.loads(completion.text), kind)
+        value = structure(completion.value, kind)
     except ValueError as error:
         raise InferenceError(f"the text makes no {kind}: {error}") from error
     return attrs.evolve(completion, value=value)

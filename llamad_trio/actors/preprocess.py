@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import attrs
 import outcome
 import trio
 
@@ -133,7 +132,7 @@ class Preprocessor:
         """
         if not isinstance(request.prompt, str | None):
             self._check_vocabulary(request.prompt)
-            turn = self._chat.turn(attrs.evolve(request, prompt="", raw=True), "", limits)
+            turn = self._chat.turn(request, "", limits)
             tokens = list(request.prompt)
         else:
             turn, tokens = self._unforged(
@@ -274,7 +273,9 @@ class Preprocessor:
         """Call `function` with what its template may use: here, or in a thread."""
         if not _is_long(item):
             result = outcome.capture(function, QUICK)
-            if not (isinstance(result, outcome.Error) and _is_timeout(result.error)):
+            if not isinstance(result, outcome.Error) or not isinstance(
+                result.error, TemplateTimeout
+            ):
                 return result
         limiter = self._compilers if _compiles(item) else self._limiter
         return await trio.to_thread.run_sync(outcome.capture, function, FULL, limiter=limiter)
@@ -286,10 +287,6 @@ def _is_long(item: Ticket | Query) -> bool:
 
 def _compiles(item: Ticket | Query) -> bool:
     return isinstance(item, Ticket) and item.request.is_constrained
-
-
-def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, TemplateTimeout)
 
 
 def _has(source: object, sentinel: str) -> bool:

@@ -11,7 +11,7 @@ import trio
 
 from llamad_trio.chat.conversation import Turn
 from llamad_trio.chat.reply import ReplyParser, new_call_id
-from llamad_trio.core.completion import Completion
+from llamad_trio.core.completion import Completion, is_cut_off
 from llamad_trio.core.errors import InferenceError, LlamadError
 from llamad_trio.core.request import Request
 from llamad_trio.core.scheduler import Finished
@@ -142,21 +142,15 @@ class Ticket:
         parser = self.parser()
         parser.push(raw.text)
         parser.finish()
-        is_whole = raw.finish_reason == "stop" and raw.stop_sequence is None
-        has_schema = self.request.json_schema is not None
+        has_value = self.request.json_schema is not None and not is_cut_off(raw)
         return attrs.evolve(
             raw,
             text=parser.text,
             reasoning=parser.reasoning,
             tool_calls=parser.tool_calls,
             unfinished=parser.unfinished,
-            value=_data(parser.text) if is_whole and has_schema else None,
+            value=_data(parser.text) if has_value else None,
         )
-
-    @property
-    def has_pieces(self) -> bool:
-        """Whether pieces are waiting to be received."""
-        return self._receive.statistics().current_buffer_used > 0
 
     async def receive(self) -> str:
         """The next piece.

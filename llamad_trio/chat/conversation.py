@@ -15,6 +15,7 @@ from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning, opened_b
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate, Limits
 from llamad_trio.chat.tools.format import TOOL_FORMATS, ToolFormat, detect_tool_format
+from llamad_trio.chat.tools.lark import quoted
 from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
 from llamad_trio.core.gbnf_lark import gbnf_to_lark
@@ -72,10 +73,10 @@ class Chat:
         self._guard = Guard(self._control, added)
 
     def turn(self, request: Request, sentinel: str, limits: Limits) -> Turn:
-        """What a request of text comes to.
+        """What a request comes to.
 
         Args:
-            request: its prompt must be text, or none; its tools must be `Tool`s.
+            request: its tools must be `Tool`s.  Of a prompt of token ids there is no text.
             sentinel: a character that is not in the request.
             limits: what the template may use.
 
@@ -84,8 +85,8 @@ class Chat:
             TemplateTimeout: it needed more.
         """
         if not request.uses_template:
-            assert isinstance(request.prompt, str)
-            return Turn(prompt=request.prompt, constraint=_constraint(request, None))
+            prompt = request.prompt if isinstance(request.prompt, str) else ""
+            return Turn(prompt=prompt, constraint=_constraint(request, None))
         tools = [tool for tool in request.tools if isinstance(tool, Tool)]
         if request.tool_choice == "none":
             tools = []
@@ -126,19 +127,37 @@ class Chat:
         add_generation_prompt: bool,
     ) -> str:
         """A conversation without tools as text, ready for the assistant's turn or not."""
-        calls_as = None if self._reads_calls else self._tool_format
-        text = self._checked_template.render(
-            [message_dict(self._guard.message(m, sentinel), calls_as=calls_as) for m in messages],
+        return self._filled_in(
+            self._dicts(self._guarded(messages, sentinel)),
+            sentinel,
+            limits,
             add_generation_prompt=add_generation_prompt,
-            limits=limits,
         )
-        return _unescaped(text, sentinel)
 
-    @property
-    def _checked_template(self) -> ChatTemplate:
+    def _guarded(self, messages: Iterable[Message], sentinel: str) -> list[Message]:
+        return [self._guard.message(message, sentinel) for message in messages]
+
+    def _dicts(self, messages: Iterable[Message]) -> list[dict[str, object]]:
+        calls_as = None if self._reads_calls else self._tool_format
+        return [message_dict(message, calls_as=calls_as) for message in messages]
+
+    def _filled_in(
+        self,
+        messages: Sequence[dict[str, object]],
+        sentinel: str,
+        limits: Limits,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The template's text, with the sentinel also where it wrote that as Python and JSON
+        escape it."""
         if isinstance(self._template, LlamadError):
             raise copy.copy(self._template)
-        return self._template
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, limits=limits, **variables
+        )
+        return text.replace(ascii(sentinel)[1:-1], sentinel)
 
     def _render(
         self,
@@ -148,20 +167,16 @@ class Chat:
         sentinel: str,
         limits: Limits,
     ) -> str:
-        guarded = [self._guard.message(message, sentinel) for message in request.messages]
+        guarded = self._guarded(request.messages, sentinel)
         tools = [self._guard.tool(tool, sentinel) for tool in tools]
         variables = self._variables(request, sentinel)
         if tool_format is not None and tool_format is not self._tool_format:
             messages = plain_messages(guarded, tools, tool_format)
         else:
-            calls_as = None if self._reads_calls else self._tool_format
-            messages = [message_dict(message, calls_as=calls_as) for message in guarded]
+            messages = self._dicts(guarded)
             if tools:
                 variables["tools"] = [tool_dict(tool) for tool in tools]
-        text = self._checked_template.render(
-            messages, add_generation_prompt=True, limits=limits, **variables
-        )
-        return _unescaped(text, sentinel)
+        return self._filled_in(messages, sentinel, limits, **variables)
 
     def _variables(self, request: Request, sentinel: str) -> dict[str, Any]:
         if taken := RESERVED & request.template_vars.keys():
@@ -191,12 +206,7 @@ class Chat:
     def _marker(self, text: str) -> str:
         """A marker as a Lark expression; see `chat.tools.base.Marker`."""
         token = self._control.get(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
-
-
-def _unescaped(text: str, sentinel: str) -> str:
-    """The text, with the sentinel where a template wrote it as Python and JSON escape it."""
-    return text.replace(ascii(sentinel)[1:-1], sentinel)
+        return quoted(text) if token is None else f"<[{token}]>"
 
 
 def _constraint(request: Request, after: str | None) -> Constraint | None:

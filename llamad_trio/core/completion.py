@@ -10,7 +10,7 @@ from typing_extensions import TypeVar
 
 from llamad_trio.core.tools import ToolCall
 
-__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob"]
+__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob", "is_cut_off"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -90,3 +90,8 @@ class Completion(Generic[ValueT_co]):
     tool_calls: Sequence[ToolCall] = ()
     unfinished: str = ""
     logprobs: Sequence[TokenLogprob] | None = None
+
+
+def is_cut_off(completion: Completion) -> bool:
+    """Whether the text stopped before its own end: its value, if it has one, is incomplete."""
+    return completion.finish_reason == "length" or completion.stop_sequence is not None

@@ -106,10 +106,10 @@ class Pool:
         """Cells in use, retained ones included."""
         return self._tree.size
 
-    def find(self, tokens: Sequence[int]) -> Match | None:
-        """The longest prefix to go on from; never all of `tokens`: the last token must be
-        computed for its logits."""
-        match = self._match(tokens, len(tokens) - 1)
+    def find(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
+        """The longest prefix to go on from, of `limit` tokens at most; by default of all but
+        the last, which must be computed for its logits."""
+        match = self._match(tokens, len(tokens) - 1 if limit is None else limit)
         if match and match.seq in self._retained:
             self._touch(match.seq)
         return match
@@ -267,9 +267,9 @@ class Pool:
 
     # -- the shelf ----------------------------------------------------------------------
 
-    def find_shelved(self, tokens: Sequence[int]) -> Match | None:
-        """The shelf's entry (as `seq`) that holds most of the start of `tokens`."""
-        return self._shelf.match(tokens) if self._shelf else None
+    def find_shelved(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
+        """The shelf's entry (as `seq`) that holds most of the start of `tokens`; as `find`."""
+        return self._shelf.match(tokens, limit) if self._shelf else None
 
     def shelved_length(self, key: int) -> int:
         """Tokens that a shelf's entry brings into the pool, for a moment at least."""

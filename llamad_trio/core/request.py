@@ -259,11 +259,8 @@ class Request:
             raise ProtocolError("tools need the chat template, which a raw or token prompt skips")
         if self.prompt is None and (self.raw or not self.history):
             raise ProtocolError("without a prompt there must be a history to answer")
-        given: list[str] = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if self.tools and self.tool_choice != "none":
-            given.append("tools")
-        if len(given) > 1:
-            raise ProtocolError(f"only one of {' and '.join(given)} can be given")
+        if len(self._constraints) > 1:
+            raise ProtocolError(f"only one of {' and '.join(self._constraints)} can be given")
 
     @property
     def uses_template(self) -> bool:
@@ -273,8 +270,15 @@ class Request:
     @property
     def is_constrained(self) -> bool:
         """Whether the text must be of some form, which takes time to compile."""
-        fields = any(getattr(self, name) is not None for name in CONSTRAINTS)
-        return fields or (bool(self.tools) and self.tool_choice != "none")
+        return bool(self._constraints)
+
+    @property
+    def _constraints(self) -> list[str]:
+        """The fields that say what the text must be, of those that are given."""
+        given: list[str] = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if self.tools and self.tool_choice != "none":
+            given.append("tools")
+        return given
 
     @property
     def messages(self) -> tuple[Message, ...]:

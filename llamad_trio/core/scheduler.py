@@ -33,6 +33,7 @@ from llamad_trio.core.completion import FinishReason, TokenLogprob
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.pacing import StepPacer
 from llamad_trio.core.plan import (
+    Copy,
     Prepared,
     Sampled,
     SamplerSpec,
@@ -308,14 +309,19 @@ class Scheduler:
 
     def hold(self, holder: str, tokens: Sequence[int]) -> bool:
         """Let `holder` hold what is resident already; false if not all of it is, or not for long."""
-        return not self._is_being_left(tokens) and self._pool.hold_resident(holder, tokens)
+        return self._is_settled(tokens) and self._pool.hold_resident(holder, tokens)
 
-    def _is_being_left(self, tokens: Sequence[int]) -> bool:
-        """Whether the step in flight goes on from a state that cannot be come back to."""
-        if self._plan is None or self._pool.reuse is not Reuse.WHOLE:
-            return False
+    def _is_settled(self, tokens: Sequence[int]) -> bool:
+        """Whether what is resident of `tokens` is still so when the step in flight is over."""
+        if self._plan is None:
+            return True
+        in_use = {run.seq for run in self._running}
+        if any(isinstance(op, Copy) and op.dst not in in_use for op in self._plan.memory):
+            return False  # copies to keep can fail, and take along what replaced them since
+        if self._pool.reuse is not Reuse.WHOLE:
+            return True
         wanted = list(tokens)
-        return any(
+        return not any(
             work.pos == len(wanted) and self._runs[work.request_id].tokens[: work.pos] == wanted
             for work in self._plan.work
         )
@@ -474,7 +480,7 @@ class Scheduler:
         return common_length(run.tokens, other.tokens, run.n_reusable)
 
     def _find(self, run: _Run) -> Match | None:
-        return self._pool.find(run.tokens[: run.n_reusable + 1])
+        return self._pool.find(run.tokens, run.n_reusable)
 
     def _begin(self, run: _Run) -> bool:
         """Take over what is computed already; false while somebody is computing more of it."""
@@ -483,7 +489,7 @@ class Scheduler:
         older = (other for other in self._running if other.arrival < run.arrival)
         if self._worth_waiting(run, n, older):
             return False  # they hold less of that, or it would have been found
-        shelved = self._pool.find_shelved(run.tokens[: run.n_reusable + 1])
+        shelved = self._pool.find_shelved(run.tokens, run.n_reusable)
         if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
             if not self._pool.is_in_ram(shelved.seq):
                 self._wanted.add(shelved.seq)

@@ -61,9 +61,10 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(self, tokens: Sequence[int]) -> Match | None:
-        """The entry that holds most of the start of `tokens`, never all of them."""
-        return self._index.match(tokens, len(tokens) - 1, whole=not self._any_prefix)
+    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
+        """The entry that holds most of the first `limit` tokens; by default of all but the last."""
+        limit = len(tokens) - 1 if limit is None else limit
+        return self._index.match(tokens, limit, whole=not self._any_prefix)
 
     def covers(self, tokens: Sequence[int]) -> bool:
         """Whether a snapshot of `tokens` would give nothing new."""

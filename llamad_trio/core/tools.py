@@ -40,6 +40,8 @@ def _name(value: object) -> str:
 def json_object(name: str) -> Callable[[object], JsonObject]:
     """A converter to a copy of an object of JSON data, without text that llama.cpp cannot take."""
 
+    check = text(name)
+
     def convert(value: object) -> JsonObject:
         if not isinstance(value, Mapping):
             raise ProtocolError(f"{name} must be an object, not {type(value).__name__}")
@@ -48,7 +50,7 @@ def json_object(name: str) -> Callable[[object], JsonObject]:
         except (TypeError, ValueError, RecursionError) as error:
             raise ProtocolError(f"{name} is not JSON data: {error}") from None
         for leaf in _texts(copy):
-            text(name)(leaf)
+            check(leaf)
         return copy
 
     return convert

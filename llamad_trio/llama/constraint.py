@@ -90,13 +90,17 @@ class Matcher:
         """Whether `token` may come next.  Cheaper than a mask."""
         return self._matcher.validate_tokens([token]) == 1
 
+    def may_go_on(self) -> bool:
+        """Whether any token may come next.  Computes the mask."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        return not self._matcher.is_error() and bool(self._bits.any())
+
     def mask(self) -> NDArray[np.bool_]:
         """Which tokens may come next, an array of shape (n_vocab,).
 
         None at all when it cannot go on: see `error`.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._matcher.is_error():
+        if not self.may_go_on():
             return np.zeros(self._n_vocab, dtype=np.bool_)
         bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_vocab, bitorder="little")
         return bits.view(np.bool_)
@@ -110,8 +114,7 @@ class Matcher:
         Returns:
             Whether anything may come next.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._matcher.is_error() or not self._bits.any():
+        if not self.may_go_on():
             return False
         # Looked up by the byte and added: boolean indexing takes up to thirty times as long.
         np.take(_ADDENDS, self._bits.view(np.uint8), axis=0, out=self._addends, mode="clip")
@@ -151,10 +154,11 @@ class Compiler:
         inner = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         matcher = Matcher(inner, tokenizer.vocab_size)
         # Now, and not on the lane: the first mask may take as long as all the rest.
-        if matcher.error is None and not matcher.mask().any() and matcher.error is None:
-            raise ProtocolError(f"{constraint.kind}: no text satisfies it")
+        satisfiable = matcher.error is None and matcher.may_go_on()
         if matcher.error is not None:
             raise ProtocolError(f"{constraint.kind} does not compile: {matcher.error}")
+        if not satisfiable:
+            raise ProtocolError(f"{constraint.kind}: no text satisfies it")
         return matcher
 
     @cached_property

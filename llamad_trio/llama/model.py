@@ -197,15 +197,15 @@ class Model:
         """What a chat template writes as `eos_token`."""
         return self._special_text(lib.llama_vocab_eos(self.vocab))
 
-    @cached_property
+    @property
     def control_tokens(self) -> dict[str, int]:
         """The tokens that are no text, by how a template writes them."""
-        return self._tokens_of(lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN)
+        return self._special_tokens[0]
 
-    @cached_property
+    @property
     def added_tokens(self) -> frozenset[str]:
         """The text of the tokens that were added to the vocabulary, and are found in any text."""
-        return frozenset(self._tokens_of(lib.LLAMA_TOKEN_ATTR_USER_DEFINED))
+        return self._special_tokens[1]
 
     @property
     def adds_bos(self) -> bool:
@@ -219,15 +219,21 @@ class Model:
             return None
         return max(len(lib.llama_vocab_get_text(self.vocab, t)) for t in range(self.n_vocab))
 
-    def _tokens_of(self, attributes: int) -> dict[str, int]:
-        tokens = (
-            token
-            for token in range(self.n_vocab)
-            if lib.llama_vocab_get_attr(self.vocab, token) & attributes
-        )
-        texts = {self.read_piece(t, special=True).decode(errors="replace"): t for t in tokens}
-        texts.pop("", None)
-        return texts
+    @cached_property
+    def _special_tokens(self) -> tuple[dict[str, int], frozenset[str]]:
+        """Control tokens by their text, and the texts of added ones, none of them empty."""
+        control: dict[str, int] = {}
+        added: set[str] = set()
+        is_control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        is_added = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+        for token in range(self.n_vocab):
+            attributes = lib.llama_vocab_get_attr(self.vocab, token)
+            if attributes & (is_control | is_added) and (text := self._special_text(token)):
+                if attributes & is_control:
+                    control[text] = token
+                if attributes & is_added:
+                    added.add(text)
+        return control, frozenset(added)
 
     def _special_text(self, token: int) -> str:
         return "" if token < 0 else self.read_piece(token, special=True).decode(errors="replace")

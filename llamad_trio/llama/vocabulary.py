@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 
 import llama_cpp.llama_cpp as lib
 import llguidance
@@ -31,7 +32,7 @@ class LlamaVocabulary:
         """The bytes of each token; those of control tokens after `CONTROL`."""
         model = self._model
         pieces = [model.read_piece(token, special=True) for token in range(model.n_vocab)]
-        for token in (*model.control_tokens.values(), *self._ends()):
+        for token in (*model.control_tokens.values(), *self._ends):
             if not pieces[token].startswith(CONTROL):
                 pieces[token] = CONTROL + pieces[token]
         return pieces
@@ -43,11 +44,12 @@ class LlamaVocabulary:
             tokens=pieces,
             vocab_ptr=self._model.vocab,
             tokenize_fptr=ctypes.cast(lib._lib.llama_tokenize, ctypes.c_void_p).value,
-            eos_token=self._ends(),
+            eos_token=self._ends,
             slices=[],
         )
         return tokenizer
 
+    @cached_property
     def _ends(self) -> list[int]:
         model = self._model
         return [t for t in range(model.n_vocab) if lib.llama_vocab_is_eog(model.vocab, t)]

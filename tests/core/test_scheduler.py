@@ -739,6 +739,22 @@ def test_a_state_that_the_step_in_flight_goes_on_from_cannot_be_held() -> None:
     books.run_to_end()
 
 
+def test_a_copy_to_hold_that_fails_takes_nothing_along_that_was_held_since() -> None:
+    books = CheckedScheduler(n_ctx=300, n_seqs=7)
+    books.submit(A, max_tokens=5)
+    books.drain()
+    books.submit(B, max_tokens=50)
+    books.step()
+    assert books.hold("h", A[:15])
+    (copy,) = copies(books.plan())
+    books.hold("h", B[:10])
+    books.hold("h", B[:5])
+    books.finish(failing_copies={copy.dst})
+    books.step()
+    assert books.hold("h", B[:5])
+    books.run_to_end()
+
+
 def test_what_the_step_in_flight_goes_on_from_can_be_held_if_it_can_be_cut() -> None:
     books = CheckedScheduler(n_ctx=300)
     request = books.submit(A, max_tokens=50)

@@ -108,18 +108,30 @@ class ToolFormat(ABC):
         calls = self._calls(rules, chosen(tools, choice), parallel=parallel, marker=marker)
         rules.rule("calls", calls)
         opener = marker(self.opener)
-        if choice != "auto":
-            more = ""
-            if parallel and self._between is not None:
-                more = f" ({self._between} {opener} calls)*"
-            return rules.source(f"{lead} {opener} calls{more}")
+        if choice == "auto":
+            start = self._text_or_calls(rules, opener, parallel=parallel, free=free)
+        else:
+            start = self._only_calls(opener, parallel=parallel)
+        return rules.source(f"{lead} {start}")
+
+    def _only_calls(self, opener: str, *, parallel: bool) -> str:
+        """Return the expression of a reply that is calls; `opener` is that of the marker."""
+        more = ""
+        if parallel and self._between is not None:
+            more = f" ({self._between} {opener} calls)*"
+        return f"{opener} calls{more}"
+
+    def _text_or_calls(
+        self, rules: Grammar, opener: str, *, parallel: bool, free: Sequence[str]
+    ) -> str:
+        """Return the expression of a reply that may be text, calls, or both."""
         marked = rules.text_and(opener, self.opener)
         extra = "".join(f" | {TEXT} {symbol}" for symbol in free)
         if parallel:
             rules.rule("part", f"{marked} calls{extra}")
-            return rules.source(f"{lead} part* {TEXT}")
+            return f"part* {TEXT}"
         thought = f"({extra.removeprefix(' | ')})* " if free else ""
-        return rules.source(f"{lead} {thought}({TEXT} | {marked} calls)")
+        return f"{thought}({TEXT} | {marked} calls)"
 
     @abstractmethod
     def _calls(

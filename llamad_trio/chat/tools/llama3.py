@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import attrs
 
 from llamad_trio.chat.tools.base import Marker, ToolFormat
-from llamad_trio.chat.tools.lark import Grammar, call_object, chosen, one_of, quoted
+from llamad_trio.chat.tools.lark import Grammar, call_object, one_of, quoted
 from llamad_trio.chat.tools.literal import Malformed, Scan, skip_space
 from llamad_trio.chat.tools.scan import CallSink, json_call
 from llamad_trio.chat.tools.writing import json_text
@@ -57,29 +57,18 @@ class Llama3(ToolFormat):
     def write_result(self, message: Message) -> str:
         return json.dumps({"output": message.content}, ensure_ascii=False)
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        choice: str,
-        parallel: bool,
-        marker: Marker,
-        lead: str = "",
-        free: Sequence[str] = (),
+    def _only_calls(self, opener: str, *, parallel: bool) -> str:
+        return f"{opener}? calls"
+
+    def _text_or_calls(
+        self, rules: Grammar, opener: str, *, parallel: bool, free: Sequence[str]
     ) -> str:
-        rules = Grammar()
-        opener = marker(self.opener)
-        rules.rule(
-            "calls", self._calls(rules, chosen(tools, choice), parallel=parallel, marker=marker)
-        )
-        if choice != "auto":
-            return rules.source(f"{lead} {opener}? calls")
         # Text begins with no brace.  Behind a marker inside it, it may.
         rules.rule("BEGUN", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
         spelt = rules.rule("spelt", f"BEGUN {quoted(self.opener)}", options="[lazy]")
         marked = spelt if opener == quoted(self.opener) else f"(BEGUN {opener} | {spelt})"
         thought = f"({' | '.join(f'BEGUN {symbol}' for symbol in free)})* " if free else ""
-        return rules.source(f"{lead} {thought}(BEGUN | calls | {marked} calls)")
+        return f"{thought}(BEGUN | calls | {marked} calls)"
 
     def _calls(
         self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
