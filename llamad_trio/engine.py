@@ -148,9 +148,10 @@ class Engine:
         Returns:
             The natural logarithm of each one's probability, in their order.
 
-        The prompt is computed once, and what continuations have in common is, too, where
-        prefixes are reused at all.  A checkpoint; cancelled, it stops the work.  Raises as
-        `complete`.
+        The prompt is computed once where prefixes are reused at all, each continuation for
+        itself.  They are requests of their own beside the others': with a `max_queue`, others
+        can fill the queue, and then this raises `Busy`.  A checkpoint; cancelled, it stops the
+        work.  Raises as `complete`.
         """
         return await score(self, as_request(request, fields), continuations)
 

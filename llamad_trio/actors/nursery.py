@@ -45,13 +45,13 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
     A checkpoint.  The first that fails cancels the others, and its error comes out as
     itself.
     """
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     async with trio.open_nursery() as nursery:
 
         async def run(function: Callable[[], Awaitable[object]]) -> None:
             try:
                 await function()
-            except Exception as error:
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
                 errors.append(error)
                 nursery.cancel_scope.cancel()
 

@@ -40,50 +40,72 @@ class _Reader:
         return self._data[start:end]
 
     def strings(self) -> Iterator[bytes]:
-        """The strings of an array value; for an array of anything else, none."""
-        kind = self.unsigned("<I")
-        count = self.unsigned()
-        for _ in range(count if kind == _STRING else 0):
+        """The strings of an array value; an array of anything else is gone past."""
+        kind, count = self.unsigned("<I"), self.unsigned()
+        if kind != _STRING:
+            self._skip_items(kind, count)
+            return
+        for _ in range(count):
             yield self.string()
 
     def skip(self, kind: int) -> None:
         if kind == _STRING:
             self.string()
         elif kind == _ARRAY:
-            kind, count = self.unsigned("<I"), self.unsigned()
-            if kind in _SIZES:
-                self._pos += _SIZES[kind] * count
-            else:
-                for _ in range(count):
-                    self.skip(kind)
+            self._skip_items(self.unsigned("<I"), self.unsigned())
         else:
             self._pos += _SIZES[kind]
+
+    def _skip_items(self, kind: int, count: int) -> None:
+        if kind in _SIZES:
+            self._pos += _SIZES[kind] * count
+        else:
+            for _ in range(count):
+                self.skip(kind)
 
 
 def refuse_deadly(path: Path) -> None:
     """Raise `ModelLoadError` for a file that would abort the process.
 
-    Known to: a vocabulary that lists a token twice.  A header this cannot follow is left
-    to llama.cpp, which says what is wrong with it.
+    Known to: a vocabulary that lists a token twice, and a SentencePiece vocabulary with which
+    some text cannot be written.  A header this cannot follow is left to llama.cpp, which says
+    what is wrong with it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            _check_vocabulary(path, _Reader(data))
+            reason = _deadly(_Reader(data))
         except (struct.error, KeyError, RecursionError):
             return
+    if reason is not None:
+        raise ModelLoadError(str(path), reason)
 
 
-def _check_vocabulary(path: Path, reader: _Reader) -> None:
+def _deadly(reader: _Reader) -> str | None:
+    """What is deadly in the vocabulary, if anything is."""
+    tokenizer, tokens = b"", set[bytes]()
     reader.unsigned()  # number of tensors
     for _ in range(reader.unsigned()):
         key, kind = reader.string(), reader.unsigned("<I")
-        if key != b"tokenizer.ggml.tokens" or kind != _ARRAY:
+        if key == b"tokenizer.ggml.model" and kind == _STRING:
+            tokenizer = reader.string()
+        elif key == b"tokenizer.ggml.tokens" and kind == _ARRAY:
+            for token in reader.strings():
+                if token in tokens:
+                    return f"the vocabulary lists {token.decode(errors='replace')!r} twice"
+                tokens.add(token)
+        else:
             reader.skip(kind)
-            continue
-        seen: set[bytes] = set()
-        for token in reader.strings():
-            if token in seen:
-                text = token.decode(errors="replace")
-                raise ModelLoadError(str(path), f"the vocabulary lists {text!r} twice")
-            seen.add(token)
-        return
+        if tokenizer and tokens:
+            break
+    if tokenizer != b"llama" or not tokens:
+        return None
+    missing = [byte for byte in _UTF8_BYTES if not _can_write(byte, tokens)]
+    return f"the vocabulary cannot write the byte 0x{missing[0]:02X}" if missing else None
+
+
+_UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
+"""Those that occur in texts: what SentencePiece has no token for is written with them."""
+
+
+def _can_write(byte: int, tokens: set[bytes]) -> bool:
+    return b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens

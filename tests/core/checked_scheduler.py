@@ -48,6 +48,12 @@ MOST_STEPS = 5_000
 """Steps after which a scheduler that has not come to rest never will."""
 
 
+def sizes(plan: StepPlan | None) -> dict[int, int]:
+    """Tokens that a plan computes for each request."""
+    assert plan is not None
+    return {work.request_id: len(work.tokens) for work in plan.work}
+
+
 def sampling(seed: int = 0) -> SamplingParams:
     """Sampling numbers, of which the fake model minds the seed."""
     return SamplingParams(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from llamad_trio.core.plan import Sampled, StepPlan, StepStatus
+from llamad_trio.core.plan import Sampled, StepStatus
 from llamad_trio.core.pool import Reuse
 from llamad_trio.core.scheduler import Finished, Piece
-from tests.core.checked_scheduler import CheckedScheduler
+from tests.core.checked_scheduler import CheckedScheduler, sizes
 from tests.core.fake_memory import (
     EndlessModel,
     ForcingModel,
@@ -34,12 +34,6 @@ def said(*script: bytes | Sampled, **fields: object) -> tuple[list[str], Finishe
         events += books.finish()
     assert isinstance(events[-1], Finished)
     return [event.text for event in events if isinstance(event, Piece)], events[-1]
-
-
-def sizes(plan: StepPlan | None) -> dict[int, int]:
-    """Tokens that a plan computes for each request."""
-    assert plan is not None
-    return {work.request_id: len(work.tokens) for work in plan.work}
 
 
 # -- the text -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.core.plan import Copy, StepPlan, StepStatus
 from llamad_trio.core.pool import Reuse
-from tests.core.checked_scheduler import CheckedScheduler
+from tests.core.checked_scheduler import CheckedScheduler, sizes
 from tests.core.fake_memory import score
 
 A, B, C = ([i] * 20 for i in (1, 2, 3))
@@ -25,12 +25,6 @@ def rows(plan: StepPlan | None) -> dict[int, int]:
     """Rows of logits that a plan asks for, for each request."""
     assert plan is not None
     return {work.request_id: work.sample + len(work.targets) for work in plan.work}
-
-
-def sizes(plan: StepPlan | None) -> dict[int, int]:
-    """Tokens that a plan computes for each request."""
-    assert plan is not None
-    return {work.request_id: len(work.tokens) for work in plan.work}
 
 
 def copies(plan: StepPlan | None) -> list[Copy]:

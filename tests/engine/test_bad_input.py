@@ -6,6 +6,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import pytest
 
 from llamad_trio import (
@@ -109,6 +110,17 @@ async def test_any_file_name_will_do(tmp_path: Path, tiny_path: Path, name: str)
         pytest.skip("the file system has no such names")
     async with open_engine(path, ONE_THREAD) as engine:
         assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_vocabulary_that_cannot_write_every_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "poor.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256) if byte != 0xC3)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "cannot write the byte 0xC3" in (await refusal_of(path)).reason
 
 
 async def test_an_encoder_cannot_continue_a_text(tiny_model: TinyModels) -> None:

@@ -116,6 +116,7 @@ BOUNDED: dict[str, dict[str, Any]] = {
         + '\nR60: "a"'
     },
     "lark: never ends": {"lark": 'start: "a" start'},
+    "lark: all of it forced": {"lark": 'start: "ab"{100000}', "max_tokens": 30},
     "lark: automata multiplied": {
         "lark": "start: X\nX: /(a|b)*a(a|b){30}/ & /(a|b)*b(a|b){29}/ & ~/.*abab.*/"
     },

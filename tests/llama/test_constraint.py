@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +14,12 @@ import pytest
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.plan import SamplerSpec
+from llamad_trio.core.request import Request
+from llamad_trio.core.sampling import resolve_sampling
 from llamad_trio.llama.constraint import Compiler, Matcher
 from llamad_trio.llama.model import Model
+from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 
 if TYPE_CHECKING:
@@ -145,3 +150,24 @@ def test_what_is_not_allowed_ends_it(compiler: Compiler, model: Model) -> None:
 def test_what_cannot_be_written_is_refused(compiler: Compiler) -> None:
     with pytest.raises(ProtocolError, match="regex"):
         compiler.compile(Constraint("regex", "a&&b("))
+
+
+def test_forced_text_without_end_is_taken_in_parts(compiler: Compiler, model: Model) -> None:
+    spec = SamplerSpec(
+        request_id=1,
+        params=resolve_sampling(Request("x", temperature=0.0), n_ctx=2048, fresh_seed=0),
+        seen=(),
+        constraint=compiler.compile(Constraint("lark", 'start: "ab"{5000} "c"')),
+    )
+    sampler = Sampler(spec, model)
+    text, steps = b"", 0
+    logits = np.zeros(model.n_vocab, dtype=np.float32)
+    is_complete = False
+    while not is_complete:
+        sampled = sampler.sample(cast("Any", None), 0, logits)
+        assert len(sampled.forced) < MAX_TOGETHER
+        text += sampled.piece + b"".join(piece for _, piece in sampled.forced)
+        is_complete = sampled.is_complete
+        steps += 1
+    assert text == b"ab" * 5000 + b"c"
+    assert steps == math.ceil(10_001 / MAX_TOGETHER)
