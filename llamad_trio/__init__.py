@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llamad_trio.actors.lane import Lane
+    from llamad_trio.actors.listener import serve_unix
     from llamad_trio.core.completion import Choice, Completion, TokenLogprob
     from llamad_trio.core.config import EngineConfig
     from llamad_trio.core.errors import (
         Busy,
+        ConfigError,
         ContextOverflow,
         Disconnected,
         EngineClosed,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
         PromptTooLong,
         ProtocolError,
         SessionFatal,
+        SocketUnavailable,
         UnsupportedFeature,
     )
     from llamad_trio.core.events import (
@@ -39,10 +42,13 @@ if TYPE_CHECKING:
         ToolCallDelta,
         ToolCallStart,
     )
+    from llamad_trio.core.limits import Limits
     from llamad_trio.core.request import Message, Request
     from llamad_trio.core.tools import Tool, ToolCall
     from llamad_trio.engine import Engine, open_engine
-    from llamad_trio.info import EngineStats, ModelInfo
+    from llamad_trio.engine_like import EngineLike
+    from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+    from llamad_trio.remote import RemoteEngine, connect, daemon_stats
     from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
     from llamad_trio.stream import EventStream, TokenStream
     from llamad_trio.tool_loop import ToolRun, run_tools
@@ -51,30 +57,37 @@ __all__ = [
     "Busy",
     "Choice",
     "Completion",
+    "ConfigError",
     "ContextOverflow",
     "ContextReport",
+    "DaemonStats",
     "Disconnected",
     "Done",
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineLike",
     "EngineStats",
     "EventStream",
     "IncompleteOutput",
     "InferenceError",
     "Lane",
+    "Limits",
     "LlamadError",
     "Message",
     "ModelInfo",
     "ModelLoadError",
+    "ModelStats",
     "PrefixStatus",
     "PromptTooLong",
     "ProtocolError",
     "ReasoningDelta",
+    "RemoteEngine",
     "Request",
     "Segment",
     "Session",
     "SessionFatal",
+    "SocketUnavailable",
     "StreamEvent",
     "SuffixStatus",
     "TextDelta",
@@ -86,8 +99,11 @@ __all__ = [
     "ToolCallStart",
     "ToolRun",
     "UnsupportedFeature",
+    "connect",
+    "daemon_stats",
     "open_engine",
     "run_tools",
+    "serve_unix",
 ]
 
 _HOMES = {
@@ -96,6 +112,7 @@ _HOMES = {
     "core.config": ("EngineConfig",),
     "core.errors": (
         "Busy",
+        "ConfigError",
         "ContextOverflow",
         "Disconnected",
         "EngineClosed",
@@ -106,6 +123,7 @@ _HOMES = {
         "PromptTooLong",
         "ProtocolError",
         "SessionFatal",
+        "SocketUnavailable",
         "UnsupportedFeature",
     ),
     "core.events": (
@@ -118,8 +136,12 @@ _HOMES = {
     ),
     "core.request": ("Message", "Request"),
     "core.tools": ("Tool", "ToolCall"),
+    "actors.listener": ("serve_unix",),
+    "core.limits": ("Limits",),
     "engine": ("Engine", "open_engine"),
-    "info": ("EngineStats", "ModelInfo"),
+    "engine_like": ("EngineLike",),
+    "info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
+    "remote": ("RemoteEngine", "connect", "daemon_stats"),
     "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
     "stream": ("EventStream", "TokenStream"),
     "tool_loop": ("ToolRun", "run_tools"),

@@ -42,7 +42,7 @@ from llamad_trio.core.tokenizing import Scoring
 from llamad_trio.info import EngineStats, ModelInfo
 from llamad_trio.scoring import choose, score
 from llamad_trio.session import Session, opened
-from llamad_trio.stream import EventStream, TokenStream
+from llamad_trio.stream import EventStream, TicketSource, TokenStream
 from llamad_trio.typed_request import typed_request, with_value
 
 __all__ = ["Engine", "as_request", "open_engine", "run_engine"]
@@ -125,7 +125,7 @@ class Engine:
         that need the model come out of the stream.
         """
         async with self._submitted(as_request(request, fields), streams=True) as ticket:
-            yield TokenStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
+            yield TokenStream(self._source(ticket))
 
     @asynccontextmanager
     async def stream_events(
@@ -133,7 +133,7 @@ class Engine:
     ) -> AsyncIterator[EventStream]:
         """As `stream`, with reasoning and tool calls: typed events, the last one `Done`."""
         async with self._submitted(as_request(request, fields), streams=True) as ticket:
-            yield EventStream(ticket, withdraw=lambda: self._decode.withdraw(ticket))
+            yield EventStream(self._source(ticket))
 
     async def score(
         self, request: Request | str, continuations: Sequence[str], **fields: Any
@@ -381,6 +381,9 @@ class Engine:
         finally:
             self._decode.withdraw(ticket)
             ticket.close()
+
+    def _source(self, ticket: Ticket) -> TicketSource:
+        return TicketSource(ticket, withdraw=lambda: self._decode.withdraw(ticket))
 
     async def _ask(self, function: Callable[[Limits], T], n_chars: int) -> T:
         self._check_open()

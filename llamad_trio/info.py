@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import attrs
 
-__all__ = ["EngineStats", "ModelInfo"]
+from llamad_trio.core.config import EngineConfig
+
+__all__ = ["DaemonStats", "EngineStats", "ModelInfo", "ModelStats"]
 
 
 @attrs.frozen(kw_only=True)
@@ -73,3 +75,29 @@ class EngineStats:
     preemptions: int
     steps: int
     aborted_steps: int
+
+
+@attrs.frozen(kw_only=True)
+class ModelStats:
+    """One model of a daemon: what it is, how it is set up, what it is doing."""
+
+    info: ModelInfo
+    config: EngineConfig
+    stats: EngineStats
+
+
+@attrs.frozen(kw_only=True)
+class DaemonStats:
+    """A snapshot of a daemon.
+
+    Attributes:
+        uptime_s: seconds since it began to listen.
+        connections: clients that are connected, the one that asks included.
+        default: the model of requests that name none.
+        models: each by its name.
+    """
+
+    uptime_s: float
+    connections: int
+    default: str
+    models: Mapping[str, ModelStats]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
 
 import trio
 
-__all__ = ["open_plain_nursery", "run_all", "shielded"]
+T_contra = TypeVar("T_contra", contravariant=True)
+
+__all__ = ["TaskStatus", "open_plain_nursery", "run_all", "shielded", "unlimited"]
 
 
 @asynccontextmanager
@@ -62,10 +65,21 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
         raise errors[0]
 
 
+class TaskStatus(Protocol[T_contra]):
+    """What `nursery.start` passes: trio-typing's stubs have no name for it."""
+
+    def started(self, value: T_contra) -> None: ...
+
+
 def shielded() -> trio.CancelScope:
     """A scope that no cancel from outside reaches: for what must be waited for."""
-    # The ignore is for trio-typing's stubs, where CancelScope cannot be made.
+    # The ignores are for trio-typing's stubs, where CancelScope cannot be made.
     return trio.CancelScope(shield=True)  # pyright: ignore[reportCallIssue]
+
+
+def unlimited() -> trio.CancelScope:
+    """A scope that ends when somebody cancels it."""
+    return trio.CancelScope()  # pyright: ignore[reportCallIssue]
 
 
 def _holds_cancelled(error: BaseException) -> bool:

@@ -15,6 +15,8 @@ from llamad_trio.cli.bench import bench_command
 from llamad_trio.cli.complete import complete_command
 from llamad_trio.cli.inspect import inspect_command
 from llamad_trio.cli.pull import models_command, pull_command
+from llamad_trio.cli.serve import serve_command
+from llamad_trio.cli.top import top_command
 
 __all__ = ["main"]
 
@@ -28,6 +30,8 @@ def command_line() -> None:
 
 
 command_line.add_command(complete_command)
+command_line.add_command(serve_command)
+command_line.add_command(top_command)
 command_line.add_command(pull_command)
 command_line.add_command(models_command)
 command_line.add_command(inspect_command)

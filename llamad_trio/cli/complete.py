@@ -12,7 +12,9 @@ from llamad_trio.cli.pull import ensure_model
 from llamad_trio.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from llamad_trio import Completion, EngineStats, Request
+    from contextlib import AbstractAsyncContextManager
+
+    from llamad_trio import Completion, EngineLike, EngineStats, Request
 
 __all__ = ["complete_command"]
 
@@ -20,8 +22,11 @@ __all__ = ["complete_command"]
 @click.command("complete")
 @click.argument("prompt", required=False)
 @click.option(
-    "--model", "-m", default=DEFAULT_MODEL, show_default=True, help="A known model, or a GGUF file."
+    "--model",
+    "-m",
+    help=f"A known model, or a GGUF file; with --socket, one of the daemon's.  [{DEFAULT_MODEL}]",
 )
+@click.option("--socket", help="Ask the daemon that listens there.")
 @click.option("--system", "-s", help="A system message.")
 @click.option("--max-tokens", "-n", type=int, help="Most tokens to generate.")
 @click.option("--temperature", "-t", type=float, help="0 is greedy.")
@@ -38,7 +43,12 @@ __all__ = ["complete_command"]
 @click.option("--json", "as_json", is_flag=True, help="Print the whole completion as JSON.")
 @click.option("--stats", is_flag=True, help="Print speeds to stderr.")
 def complete_command(
-    prompt: str | None, model: str, as_json: bool, stats: bool, **fields: Any
+    prompt: str | None,
+    model: str | None,
+    socket: str | None,
+    as_json: bool,
+    stats: bool,
+    **fields: Any,
 ) -> None:
     """Complete PROMPT, or what comes through stdin, and print the text as it is generated."""
     import trio
@@ -47,7 +57,7 @@ def complete_command(
 
     given = {name: value for name, value in fields.items() if value is not None}
     request = Request(_piped_prompt() if prompt is None else prompt, **given)
-    trio.run(_complete, ensure_model(model), request, as_json, stats)
+    trio.run(_complete, _opener(model, socket), request, as_json, stats)
 
 
 def _piped_prompt() -> str:
@@ -56,12 +66,20 @@ def _piped_prompt() -> str:
     return sys.stdin.buffer.read().decode()
 
 
-async def _complete(model: Any, request: Request, as_json: bool, stats: bool) -> None:
+def _opener(model: str | None, socket: str | None) -> AbstractAsyncContextManager[EngineLike]:
+    from llamad_trio import connect, open_engine
+
+    if socket is not None:
+        return connect(socket, model=model)
+    return open_engine(ensure_model(model or DEFAULT_MODEL), n_slots=1)
+
+
+async def _complete(
+    opener: AbstractAsyncContextManager[EngineLike], request: Request, as_json: bool, stats: bool
+) -> None:
     import attrs
 
-    from llamad_trio import open_engine
-
-    async with open_engine(model, n_slots=1) as eng:
+    async with opener as eng:
         if as_json:
             completion = await eng.complete(request)
             click.echo(json.dumps(attrs.asdict(completion), ensure_ascii=False))

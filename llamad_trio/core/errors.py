@@ -11,6 +11,7 @@ import attrs
 
 __all__ = [
     "Busy",
+    "ConfigError",
     "ContextOverflow",
     "Disconnected",
     "EngineClosed",
@@ -21,6 +22,7 @@ __all__ = [
     "PromptTooLong",
     "ProtocolError",
     "SessionFatal",
+    "SocketUnavailable",
     "UnsupportedFeature",
 ]
 
@@ -153,3 +155,33 @@ class Disconnected(LlamadError):
 
     def __str__(self) -> str:
         return "the other side disconnected"
+
+
+@attrs.define(auto_exc=True, str=False)
+class SocketUnavailable(LlamadError):
+    """The path cannot be listened on, or nobody listens there."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"socket {self.path!r}: {self.reason}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class ConfigError(LlamadError):
+    """A configuration file that cannot be used.
+
+    `where` is the table and key, such as `models.small.n_ctx`; empty for the file as a whole.
+    """
+
+    path: str
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: {self.where}: {self.reason}"
+            if self.where
+            else f"{self.path}: {self.reason}"
+        )

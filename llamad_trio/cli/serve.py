@@ -1,0 +1,62 @@
+"""`serve`: the daemon."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import attrs
+import click
+
+from llamad_trio.cli.pull import ensure_model
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.limits import Limits
+from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, ModelSpec, load_daemon_config
+from llamad_trio.manifest import DEFAULT_MODEL, load_manifest
+
+__all__ = ["serve_command"]
+
+
+@click.command("serve")
+@click.argument("model", required=False)
+@click.option("--socket", help=f"Where to listen.  [default: the file's, or {DEFAULT_SOCKET}]")
+@click.option("--config", "file", type=click.Path(), help="A configuration file (TOML).")
+def serve_command(model: str | None, socket: str | None, file: str | None) -> None:
+    """Offer MODEL, or the models of a configuration file, on a Unix socket.
+
+    SIGINT and SIGTERM stop it; SIGHUP reads the configuration file again.
+    """
+    if model is not None and file is not None:
+        raise click.UsageError("give a MODEL or a --config, not both")
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    read = partial(_config, model, file, socket)
+    config = read()
+    for spec in config.models.values():
+        ensure_model(spec.model)
+
+    import trio
+
+    from llamad_trio.actors.systemd import inherited_listener
+    from llamad_trio.daemon import run_daemon
+
+    inherited = inherited_listener()
+    reload = None if file is None else read
+    trio.run(partial(run_daemon, config, reload=reload, inherited=inherited))
+
+
+def _config(model: str | None, file: str | None, socket: str | None) -> DaemonConfig:
+    if file is not None:
+        config = load_daemon_config(file)
+        return config if socket is None else attrs.evolve(config, socket=socket)
+    model = model or DEFAULT_MODEL
+    name = model if model in load_manifest() else Path(model).stem
+    return DaemonConfig(
+        socket=socket or DEFAULT_SOCKET,
+        default=name,
+        limits=Limits(),
+        models={name: ModelSpec(model, EngineConfig.from_env())},
+    )

@@ -1,0 +1,205 @@
+"""`top`: a live view of a daemon.
+
+`view` decides what is shown, from two snapshots and the time between them; it knows neither
+terminal nor daemon.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from llamad_trio.daemon_config import DEFAULT_SOCKET
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+    from llamad_trio.info import DaemonStats, EngineStats, ModelStats
+
+__all__ = ["top_command", "view"]
+
+MAX_SLOT_CELLS = 64
+POOL_CELLS = 32
+
+_SLOT_CELLS = {"decode": ("D", "green"), "prefill": ("P", "cyan"), "paused": ("=", "yellow")}
+_POOL_CELLS = {"used": ("|", "green"), "retained": (":", "blue")}
+_FREE = (".", "dim")
+
+
+@click.command("top")
+@click.option("--socket", default=DEFAULT_SOCKET, show_default=True, help="The daemon's socket.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two looks.",
+)
+@click.option("--once", is_flag=True, help="Measure one interval, print one view, and leave.")
+@click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
+def top_command(socket: str, interval: float, once: bool, as_json: bool) -> None:
+    """Show what a daemon is doing: slots, speeds, queue, KV pool, and how requests ended.
+
+    Speeds are tokens per second of the last interval, idle time included.  On a terminal
+    the view is refreshed in place until Ctrl-C; elsewhere one is printed per interval.
+    """
+    import trio
+
+    trio.run(_top, socket, interval, once, as_json)
+
+
+async def _top(socket: str, interval: float, once: bool, as_json: bool) -> None:
+    import trio
+    from rich.console import Console
+
+    from llamad_trio.remote import daemon_stats
+
+    console = Console(force_terminal=sys.stdout.isatty())
+    in_place = console.is_terminal and not console.is_dumb_terminal and not once and not as_json
+    previous, then = None, 0.0
+    with _screen(console) if in_place else _printer(console, as_json) as show:
+        while True:
+            current, now = await daemon_stats(socket), trio.current_time()
+            # One snapshot has no speeds: only a view that will be refreshed is shown without.
+            if previous is not None or in_place or as_json:
+                show(previous, current, now - then)
+                if once:
+                    return
+            previous, then = current, now
+            await trio.sleep(interval)
+
+
+Show = Callable[["DaemonStats | None", "DaemonStats", float], None]
+
+
+@contextmanager
+def _screen(console: Console) -> Generator[Show]:
+    from rich.live import Live
+
+    # Refreshed by hand: rich would start a thread to do it.
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        yield lambda *snapshots: live.update(view(*snapshots), refresh=True)
+
+
+@contextmanager
+def _printer(console: Console, as_json: bool) -> Generator[Show]:
+    if as_json:
+        yield lambda _previous, current, _seconds: click.echo(json.dumps(current, default=_plain))
+    else:
+        yield lambda *snapshots: console.print(view(*snapshots))
+
+
+def _plain(value: object) -> object:
+    import attrs
+
+    if isinstance(value, Mapping):
+        return dict(value)
+    if attrs.has(type(value)):
+        return attrs.asdict(value, recurse=False)  # type: ignore[arg-type]
+    return str(value)
+
+
+def view(previous: DaemonStats | None, current: DaemonStats, seconds: float) -> RenderableType:
+    """What `top` shows of a daemon.
+
+    Args:
+        previous: the snapshot before; `None` leaves the speeds open.
+        current: the snapshot to show.
+        seconds: time between the two.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    if previous is None or previous.uptime_s > current.uptime_s:  # a new daemon on the old socket
+        before: Mapping[str, ModelStats] = {}
+    else:
+        before = previous.models
+    uptime = timedelta(seconds=int(current.uptime_s))
+    header = f"up {uptime}, {_count(current.connections, 'connection')}, "
+    parts: list[RenderableType] = [Text(header + _count(len(current.models), "model"))]
+    for name, model in current.models.items():
+        earlier = before[name].stats if name in before else None
+        parts += [Text(), _title(name, model), _rows(earlier, model, seconds)]
+    return Group(*parts)
+
+
+def _title(name: str, model: ModelStats) -> Text:
+    from rich.text import Text
+
+    described = [part for part in (model.info.description, model.info.name) if part]
+    return Text.assemble((_printable(name), "bold"), "  ", _printable(", ".join(described)))
+
+
+def _rows(earlier: EngineStats | None, model: ModelStats, seconds: float) -> RenderableType:
+    from rich.table import Table
+
+    stats = model.stats
+    n_slots = sum(stats.slots.values())
+    states = {state: stats.slots.get(state, 0) for state in _SLOT_CELLS}
+    pool = {"used": stats.kv_used_tokens, "retained": stats.kv_retained_tokens}
+    n_ctx = model.config.n_ctx or sum(pool.values()) + stats.kv_free_tokens
+    prompt_tokens = stats.cached_tokens + stats.prefill_tokens
+    limit = "" if model.config.max_queue is None else f" of {model.config.max_queue:,}"
+
+    table = Table.grid(padding=(0, 2))
+    table.add_row("", "slots", _bar(states, _SLOT_CELLS, n_slots, min(n_slots, MAX_SLOT_CELLS)))
+    table.add_row("", "", _listed({**states, "free": stats.slots.get("free", 0)}))
+    table.add_row("", "queue", f"{stats.queued:,}{limit} waiting")
+    table.add_row("", "speed", _speeds(earlier, stats, seconds))
+    table.add_row("", "KV pool", _bar(pool, _POOL_CELLS, n_ctx, POOL_CELLS))
+    table.add_row("", "", f"{_listed({**pool, 'free': stats.kv_free_tokens})} of {n_ctx:,} tokens")
+    table.add_row("", "cached", f"{_share(stats.cached_tokens, prompt_tokens)} of prompt tokens")
+    table.add_row("", "requests", _listed(stats.requests))
+    return table
+
+
+def _bar(
+    parts: Mapping[str, int], cells: Mapping[str, tuple[str, str]], total: int, width: int
+) -> Text:
+    """`[DDP.]`: each part's share of `width` cells, and what is left of `total` as free."""
+    from rich.text import Text
+
+    bar = Text("[")
+    filled = reached = 0
+    for part, (cell, style) in cells.items():
+        reached += parts[part]
+        end = min(round(width * reached / max(total, 1)), width)
+        bar.append(cell * (end - filled), style)
+        filled = end
+    cell, style = _FREE
+    return bar.append(cell * (width - filled), style).append("]")
+
+
+def _speeds(earlier: EngineStats | None, now: EngineStats, seconds: float) -> str:
+    if earlier is None or earlier.steps > now.steps or seconds <= 0:  # new, or loaded again
+        return "decode - tok/s, prefill - tok/s, busy -"
+    decode = (now.decode_tokens - earlier.decode_tokens) / seconds
+    prefill = (now.prefill_tokens - earlier.prefill_tokens) / seconds
+    busy_s = now.decode_s + now.prefill_s - earlier.decode_s - earlier.prefill_s
+    # A step counts when it ends, so that one may bring more time than the interval has.
+    busy = _share(min(busy_s, seconds), seconds)
+    return f"decode {decode:,.1f} tok/s, prefill {prefill:,.1f} tok/s, busy {busy}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _listed(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} {_printable(name)}" for name, number in numbers.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _printable(text: str) -> str:
+    """`text` without what could drive the terminal: names come from model files."""
+    return "".join(char if char.isprintable() else "?" for char in text)

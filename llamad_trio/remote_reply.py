@@ -1,0 +1,179 @@
+"""One call of a daemon, from the caller's side: a connection, and what comes through it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.errors import (
+    Disconnected,
+    InferenceError,
+    LlamadError,
+    ProtocolError,
+    SocketUnavailable,
+)
+from llamad_trio.core.events import ReplyEvent
+from llamad_trio.core.request import Request
+from llamad_trio.wire.calls import Call, encode_call
+from llamad_trio.wire.errors import error_from
+from llamad_trio.wire.lines import LineBuffer, LineTooLong
+from llamad_trio.wire.replies import completion_from, event_from
+from llamad_trio.wire.strict_json import encode_line
+
+__all__ = ["RemoteReply", "RemoteSource", "called", "understood"]
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 64 * 1024
+
+MAX_REPLY_BYTES = 64 * 1024 * 1024
+"""Longest line of a reply: a megabyte of text with the log-probabilities of its tokens."""
+
+Line = dict[str, object]
+
+
+@asynccontextmanager
+async def called(path: str, call: Call) -> AsyncIterator[RemoteReply]:
+    """Send a call, and receive its reply inside the block; leaving it hangs up.
+
+    A checkpoint.
+
+    Raises:
+        SocketUnavailable: nobody listens there, or this user may not connect.
+        Disconnected: the daemon went away.
+    """
+    try:
+        stream = await trio.open_unix_socket(path)
+    except (OSError, ValueError) as error:
+        raise SocketUnavailable(path, _reason(error)) from error
+    async with stream:
+        # A daemon that refuses a call need not read all of it: its reply says why.
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(encode_line(encode_call(call)))
+        yield RemoteReply(stream)
+
+
+class RemoteReply:
+    """The lines of one reply.
+
+    Args:
+        stream: where they come from.
+    """
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._lines = LineBuffer(MAX_REPLY_BYTES)
+
+    async def next_line(self) -> Line:
+        """The next line, as JSON.
+
+        A checkpoint only where the line has not arrived; cancelled, nothing is lost.
+
+        Raises:
+            LlamadError: the line tells of an error, or the daemon went away.
+        """
+        try:
+            while (line := self._lines.pop()) is None:
+                data = await self._stream.receive_some(CHUNK_BYTES)
+                if not data:
+                    raise Disconnected
+                self._lines.push(data)
+            reply = msgspec.json.decode(line)
+        except trio.BrokenResourceError:
+            raise Disconnected from None
+        except (LineTooLong, msgspec.DecodeError, RecursionError) as error:
+            raise InferenceError(f"the daemon's reply is no line of JSON: {error}") from None
+        if not isinstance(reply, dict):
+            raise InferenceError("the daemon's reply is no JSON object")
+        if "error" in reply:
+            raise error_from(reply)
+        return reply
+
+    def close(self) -> None:
+        """Hang up."""
+        self._stream.socket.close()
+
+
+class RemoteSource:
+    """The reply to a completion, part by part: what streams are made of.
+
+    Args:
+        reply: its lines.
+        request: what was asked.
+        on_end: called with the last line.
+    """
+
+    def __init__(
+        self, reply: RemoteReply, request: Request, on_end: Callable[[Line], None]
+    ) -> None:
+        self._reply = reply
+        self._request = request
+        self._on_end = on_end
+        self._error: LlamadError | None = None
+        self._completion: Completion | None = None
+        self._is_closed = False
+
+    @property
+    def completion(self) -> Completion | None:
+        return self._completion
+
+    async def next_event(self) -> ReplyEvent:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while self._completion is None:
+            event = await self._advance()
+            if event is not None:
+                return event
+        raise trio.EndOfChannel
+
+    async def outcome(self) -> Completion:
+        while self._completion is None:
+            await self._advance()
+        await trio.lowlevel.checkpoint()
+        return self._completion
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._reply.close()
+
+    async def _advance(self) -> ReplyEvent | None:
+        """Take the next line: a part of the reply, or its end."""
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        if self._error is not None:
+            raise self._error
+        try:
+            line = await self._reply.next_line()
+            if "text" in line:
+                self._on_end(line)
+                self._completion = understood(partial(completion_from, line, self._request))
+                return None
+            return understood(partial(event_from, line))
+        except LlamadError as error:
+            self._error = error
+            raise
+
+
+def understood(read: Callable[[], T]) -> T:
+    """What `read` makes of a reply.
+
+    Raises:
+        InferenceError: it does not understand it.
+    """
+    try:
+        return read()
+    except ProtocolError as error:
+        raise InferenceError(f"the daemon's reply is not understood: {error.reason}") from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such socket"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return getattr(error, "strerror", None) or str(error)

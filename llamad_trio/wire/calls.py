@@ -1,0 +1,253 @@
+"""What a client asks for, as data, and as the JSON object it comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import CONVERT, apply_converters, boolean, optional, text
+from llamad_trio.core.request import Request
+from llamad_trio.wire.converter import structure, unstructure
+from llamad_trio.wire.strict_json import decode_object
+
+__all__ = [
+    "Call",
+    "CallId",
+    "Cancel",
+    "Choose",
+    "CountTokens",
+    "Detokenize",
+    "Generate",
+    "Models",
+    "Ping",
+    "Render",
+    "Score",
+    "Stats",
+    "Tokenize",
+    "decode_call",
+    "encode_call",
+]
+
+CallId = str | int
+
+MAX_ID_CHARS = 128
+"""It comes back in every line of the reply."""
+
+ORIGINAL_FIELDS = frozenset(
+    {
+        *("prompt", "system", "history", "max_tokens", "temperature", "top_k", "top_p", "min_p"),
+        *("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "seed"),
+        *("stop", "grammar", "grammar_root", "raw", "stream"),
+    }
+)
+"""A request of these alone is answered as the original llamad answers it, byte for byte."""
+
+
+def _id(value: object) -> CallId | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if not isinstance(value, str):
+        raise ProtocolError(f"id must be text or an integer, not {type(value).__name__}")
+    if len(value) > MAX_ID_CHARS or not value.isprintable():
+        raise ProtocolError(f"id must be at most {MAX_ID_CHARS} printable characters")
+    return value
+
+
+def _list(name: str) -> Callable[[object], tuple[object, ...]]:
+    """A converter that looks at the list only; what is in it the engine checks."""
+
+    def convert(value: object) -> tuple[object, ...]:
+        if not isinstance(value, list | tuple):
+            raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
+        return tuple(value)
+
+    return convert
+
+
+def _flag(name: str) -> Any:
+    return attrs.field(default=False, metadata={CONVERT: boolean(name)})
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Call:
+    """What every call can have.
+
+    Args:
+        id: comes back in every line of its reply; no two calls of one connection that are
+            under way may have the same.
+        keep: whether the connection stays open for another call.
+        model: which model is asked; `None` is the default one.
+    """
+
+    op: ClassVar[str | None] = None
+    id: CallId | None = attrs.field(default=None, metadata={CONVERT: _id})
+    keep: bool = _flag("keep")
+    model: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("model"))})
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Generate(Call):
+    """A completion.
+
+    Args:
+        request: what to compute.
+        stream: reply with the text as it comes.
+        events: reply with all there is as it comes: text, reasoning, tool calls.
+        with_stats: tell the engine's statistics with the end of the reply.
+        is_original: whether to reply as the original llamad does.
+    """
+
+    request: Request
+    stream: bool = _flag("stream")
+    events: bool = _flag("events")
+    with_stats: bool = _flag("with_stats")
+    is_original: bool = False
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Ping(Call):
+    """Whether anybody is there."""
+
+    op = "ping"
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Models(Call):
+    """What models there are."""
+
+    op = "models"
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Stats(Call):
+    """What the daemon is doing."""
+
+    op = "stats"
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Cancel(Call):
+    """Stop the call of this connection that has this `id`."""
+
+    op = "cancel"
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Tokenize(Call):
+    """Text to tokens; see `Engine.tokenize`."""
+
+    op = "tokenize"
+    text: str = attrs.field(metadata={CONVERT: text("text")})
+    special: bool = _flag("special")
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Detokenize(Call):
+    """Tokens to text; see `Engine.detokenize`."""
+
+    op = "detokenize"
+    tokens: Sequence[int] = attrs.field(metadata={CONVERT: _list("tokens")})
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Render(Call):
+    """The prompt text of a request."""
+
+    op = "render"
+    request: Request
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class CountTokens(Call):
+    """The length of a request's prompt."""
+
+    op = "count_tokens"
+    request: Request
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Score(Call):
+    """How likely each of several texts is; see `Engine.score`."""
+
+    op = "score"
+    request: Request
+    continuations: Sequence[str] = attrs.field(metadata={CONVERT: _list("continuations")})
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Choose(Call):
+    """Which of several texts is likeliest; see `Engine.choose`."""
+
+    op = "choose"
+    request: Request
+    options: Sequence[str] = attrs.field(metadata={CONVERT: _list("options")})
+
+
+_OPS: dict[str | None, type[Call]] = {
+    kind.op: kind
+    for kind in (
+        *(Generate, Ping, Models, Stats, Cancel),
+        *(Tokenize, Detokenize, Render, CountTokens, Score, Choose),
+    )
+}
+
+_HAVE_REQUEST = {op for op, kind in _OPS.items() if "request" in attrs.fields_dict(kind)}
+
+
+def decode_call(line: bytes) -> Call:
+    """What a line asks for.
+
+    Raises:
+        ProtocolError: it is no call.
+    """
+    data = {name: value for name, value in decode_object(line).items() if value is not None}
+    op = data.pop("op", None)
+    kind = _OPS.get(op) if isinstance(op, str | None) else None
+    if kind is None:
+        known = ", ".join(name for name in _OPS if name)
+        raise ProtocolError(f"unknown op {str(op)[:64]!r}; known are {known}")
+    for name in ("request", "is_original"):  # ours, not the client's
+        if name in data:
+            raise ProtocolError(f"unknown field {name!r}")
+    if op not in _HAVE_REQUEST:
+        return structure(data, kind)
+    own = attrs.fields_dict(kind).keys()
+    of_call = {name: data.pop(name) for name in own & data.keys()}
+    is_original = op is None and data.keys() | of_call.keys() <= ORIGINAL_FIELDS
+    if is_original:
+        of_call["is_original"] = True
+    return structure({**of_call, "request": _request(data)}, kind)
+
+
+def _request(data: dict[str, object]) -> Request:
+    prompt = data.get("prompt")
+    tokens = data.pop("tokens", None)
+    if tokens is not None:
+        if prompt is not None:
+            raise ProtocolError("only one of prompt and tokens can be given")
+        if not isinstance(tokens, list):
+            raise ProtocolError(f"tokens must be a list, not {type(tokens).__name__}")
+        data["prompt"] = tokens
+    elif prompt is None:
+        if not data.get("history"):
+            raise ProtocolError("missing field 'prompt'")
+        return attrs.evolve(structure({**data, "prompt": ""}, Request), prompt=None)
+    elif not isinstance(prompt, str):
+        raise ProtocolError(f"prompt must be text, not {type(prompt).__name__}")
+    return structure(data, Request)
+
+
+def encode_call(call: Call) -> dict[str, object]:
+    """A call as the JSON object that `decode_call` reads."""
+    data = unstructure(call)
+    data.pop("is_original", None)
+    request = data.pop("request", None)
+    if request is not None:
+        prompt = request.pop("prompt", None)
+        if prompt is not None:
+            data["prompt" if isinstance(prompt, str) else "tokens"] = prompt
+        data |= request
+    return data if call.op is None else {"op": call.op, **data}

@@ -1,0 +1,72 @@
+"""JSON as the protocol takes it: nothing beyond the standard, no key twice, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import NoReturn
+
+import msgspec
+
+from llamad_trio.core.errors import ProtocolError
+
+__all__ = ["decode_object", "encode_line"]
+
+
+def decode_object(line: bytes) -> dict[str, object]:
+    """A line as a JSON object.
+
+    Raises:
+        ProtocolError: it is something else, or not JSON.
+    """
+    try:
+        value = _DECODER.decode(line.decode())
+    except RecursionError:
+        raise ProtocolError("the JSON is nested too deeply") from None
+    except ValueError as error:  # of JSON, of UTF-8, and integers of too many digits
+        raise ProtocolError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"must be a JSON object, not {_NAMES[type(value)]}")
+    return value
+
+
+def encode_line(reply: Mapping[str, object]) -> bytes:
+    """A reply as a line, its newline included."""
+    return msgspec.json.encode(reply) + b"\n"
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"duplicate field {name[:64]!r}")
+            seen.add(name)
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"number out of range: {text[:32]}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_once, parse_float=_finite, parse_constant=_no_constant
+)
+
+_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
