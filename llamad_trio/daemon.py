@@ -122,7 +122,13 @@ class _Daemon:
                     logger.info("closing %s", name)
                     model.scope.cancel()
 
-    async def _run(self, name: str, spec: ModelSpec, *, task_status: TaskStatus[_Open]) -> None:
+    async def _run(
+        self,
+        name: str,
+        spec: ModelSpec,
+        *,
+        task_status: TaskStatus[_Open] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         logger.info("opening %s: %s", name, spec.model)
         with unlimited() as scope:
             async with open_engine(spec.model, spec.config) as engine:

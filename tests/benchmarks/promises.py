@@ -30,6 +30,7 @@ from tests.benchmarks.constrained import (
     gbnf_factor,
     schema_ratio,
 )
+from tests.benchmarks.daemon import killed_client, socket_latency, socket_ratio
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20
@@ -255,6 +256,9 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "fixed_keys": (fixed_keys, "1.0 at least"),
     "constrained_streams": (constrained_streams, "0.90 at least"),
     "gbnf_factor": (gbnf_factor, "none: for the record"),
+    "socket_ratio": (socket_ratio, "0.95 at least"),
+    "socket_latency": (socket_latency, "3 ms at most"),
+    "killed_client": (killed_client, "100 ms at most"),
     "idle_cpu": (idle_cpu, "under 20 ms"),
     "reopen_growth": (reopen_growth, "under 20 MiB"),
     "memory_on_top": (memory_on_top, "under 150 MiB"),
