@@ -1,0 +1,986 @@
+"""Who gets a socket's path, who is trusted on it, and when a peer has gone."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import pytest
+import trio
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from llamad_trio.actors import unix_socket
+from llamad_trio.actors.unix_socket import (
+    HangupWatcher,
+    listening,
+    open_hangup_watcher,
+    peer_is_trusted,
+)
+from llamad_trio.core.errors import SocketUnavailable
+
+ROOT = Path(__file__).parents[2]
+HANG_S = 60
+"""Far more than any test takes."""
+
+NOBODY = 65534
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux does this")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "d.sock"
+
+
+# -- what the tests do in processes of their own ----------------------------------------------
+
+
+def start(function: Callable[..., None], *args: object) -> subprocess.Popen[str]:
+    """Run a function of this module, with its arguments as text, in a new process."""
+    code = f"import sys; from {__name__} import {function.__name__} as f; f(*sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output_of(function: Callable[..., None], *args: object) -> list[str]:
+    process = start(function, *args)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0
+    return output.splitlines()
+
+
+@contextmanager
+def running(function: Callable[..., None], *args: object) -> Iterator[subprocess.Popen[str]]:
+    """The same, from its first line of output on; killed at the end if it still runs."""
+    process = start(function, *args)
+    try:
+        assert _stream(process.stdout).readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _stream(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def listen_for_ever(path: str) -> None:
+    async def main() -> None:
+        async with listening(path):
+            print("ready", flush=True)
+            await trio.sleep_forever()
+
+    trio.run(main)
+
+
+def connect_and_hold(path: str) -> None:
+    """Say something, read nothing, and stay."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.send(b"hello")
+        print("ready", flush=True)
+        signal.pause()
+
+
+async def open_once(path: str) -> None:
+    async with listening(path):
+        pass
+
+
+def report_modes(path: str, umask: str, platform: str) -> None:
+    """Print every mode the socket has while it is opened again and again, as a thread sees it."""
+    os.umask(int(umask))
+    sys.platform = platform
+    modes: set[int] = set()
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            with suppress(FileNotFoundError):
+                modes.add(stat.S_IMODE(os.lstat(path).st_mode))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    while not modes:
+        for _ in range(50):
+            trio.run(open_once, path)
+    ended.set()
+    thread.join()
+    print(*(oct(mode) for mode in modes))
+
+
+def report_every_call(path: str, umask: str, platform: str) -> None:
+    """Print every mode of the socket and every umask there is between any two calls."""
+    os.umask(int(umask))
+    sys.platform = platform
+    modes: set[int] = set()
+    umasks: set[str] = set()
+
+    def look(*_: object) -> None:
+        with suppress(FileNotFoundError):
+            modes.add(stat.S_IMODE(os.lstat(path).st_mode))
+        status = Path("/proc/self/status").read_text()
+        umasks.update(line.split()[1] for line in status.splitlines() if line.startswith("Umask"))
+
+    sys.setprofile(look)
+    trio.run(open_once, path)
+    sys.setprofile(None)
+    print(*(oct(mode) for mode in modes))
+    print(*sorted(umasks))
+    print(oct(os.umask(0)))
+
+
+def race(path: str, n_daemons: str, n_rounds: str) -> None:
+    """Let daemons race over a stale socket; print how many won and why the others did not."""
+    for _ in range(int(n_rounds)):
+        Path(path).unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as stale:
+            stale.bind(path)
+        print(*_one_race(path, int(n_daemons)), sep=";")
+
+
+def _one_race(path: str, n_daemons: int) -> list[str]:
+    start_reader, start_writer = os.pipe()
+    end_reader, end_writer = os.pipe()
+    reports = [os.pipe() for _ in range(n_daemons)]
+    pids = []
+    for _, report in reports:
+        pid = os.fork()
+        if pid == 0:
+            os.close(start_writer)
+            os.close(end_writer)
+            os.read(start_reader, 1)  # all of them are let go at once
+            _take_part(path, report, end_reader)
+            # Without a word to anybody: the winner leaves its socket and its lock behind.
+            os.kill(os.getpid(), signal.SIGKILL)
+        pids.append(pid)
+    os.close(start_writer)
+    said = [os.read(reader, 1000).decode() for reader, _ in reports]
+    os.close(end_writer)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for fd in (start_reader, end_reader, *(fd for pair in reports for fd in pair)):
+        os.close(fd)
+    return sorted(said)
+
+
+def _take_part(path: str, report: int, end: int) -> None:
+    async def main() -> None:
+        try:
+            async with listening(path):
+                os.write(report, b"won")
+                os.read(end, 1)
+        except SocketUnavailable as error:
+            os.write(report, error.reason.encode())
+            os.read(end, 1)
+
+    trio.run(main)
+
+
+def report_refusal_without_rights(path: str) -> None:
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    try:
+        trio.run(open_once, path)
+    except SocketUnavailable as error:
+        print(error.reason)
+
+
+def report_trust() -> None:
+    """As root: print whom root trusts, then whom nobody trusts."""
+    roots, _ = pair_of_root = socket.socketpair()
+    os.seteuid(NOBODY)
+    nobodys, _ = pair_of_nobody = socket.socketpair()
+    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
+    os.seteuid(0)
+    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
+    os.seteuid(NOBODY + 1)
+    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
+    for sock in (*pair_of_root, *pair_of_nobody):
+        sock.close()
+
+
+# -- the mode ---------------------------------------------------------------------------------
+
+MODES = [(0, "0o600"), (0o077, "0o600"), (0o277, "0o400")]
+
+
+@linux_only
+@pytest.mark.parametrize("platform", ["linux", "another"])
+@pytest.mark.parametrize(("umask", "mode"), MODES)
+def test_a_thread_never_sees_a_mode_wider_than_0600(
+    path: Path, umask: int, mode: str, platform: str
+) -> None:
+    assert output_of(report_modes, path, umask, platform) == [mode]
+
+
+@linux_only
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_no_call_sees_another_mode_or_another_umask(path: Path, umask: int) -> None:
+    modes, umasks, umask_after = output_of(report_every_call, path, umask, "linux")
+    assert modes == "0o600"
+    assert umasks == f"{umask:04o}"
+    assert umask_after == oct(umask)
+
+
+@linux_only
+def test_where_a_umask_is_needed_it_is_put_back(path: Path) -> None:
+    modes, umasks, umask_after = output_of(report_every_call, path, 0o022, "another")
+    assert modes == "0o600"
+    assert umasks == "0022 0177"
+    assert umask_after == "0o22"
+
+
+# -- what is at the path already --------------------------------------------------------------
+
+
+async def open_client(path: Path) -> trio.SocketStream:
+    return await trio.open_unix_socket(os.fspath(path))
+
+
+def fill_backlog(path: Path, clients: ExitStack) -> None:
+    """Connect until nobody more may wait."""
+    with suppress(BlockingIOError):
+        for _ in range(5000):
+            sock = clients.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            sock.connect(os.fspath(path))
+
+
+def make_empty(path: Path) -> None:
+    path.touch()
+
+
+def is_socket(path: Path) -> bool:
+    return stat.S_ISSOCK(os.lstat(path).st_mode)
+
+
+def look(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    found = os.lstat(path)
+    return (found.st_dev, found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns)
+
+
+async def refusal(path: Path | str) -> str:
+    """Why the path cannot be had.  The refusal leaves no lock and no descriptor behind."""
+    before = os.listdir("/dev/fd")
+    with pytest.raises(SocketUnavailable) as caught:
+        await open_once(os.fspath(path))
+    assert caught.value.path == os.fspath(path)
+    assert os.listdir("/dev/fd") == before
+    return caught.value.reason
+
+
+async def test_clients_connect_to_a_fresh_path(path: Path) -> None:
+    async with (
+        listening(path) as listener,
+        await open_client(path) as client,
+        await listener.accept() as server,
+    ):
+        await client.send_all(b"hello")
+        assert await server.receive_some() == b"hello"
+
+
+async def test_as_many_as_the_backlog_says_may_wait(path: Path) -> None:
+    async with listening(path, backlog=2):
+        with ExitStack() as clients, pytest.raises(BlockingIOError):
+            for _ in range(10):
+                sock = clients.enter_context(socket.socket(socket.AF_UNIX))
+                sock.setblocking(False)
+                sock.connect(os.fspath(path))
+
+
+async def test_a_socket_left_by_a_killed_daemon_is_replaced(path: Path) -> None:
+    with running(listen_for_ever, path) as daemon:
+        daemon.kill()
+        daemon.wait()
+    assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.lock"]
+    assert is_socket(path)
+    async with listening(path), await open_client(path):
+        pass
+    assert os.listdir(path.parent) == []
+
+
+async def test_a_daemon_of_ours_is_not_disturbed(path: Path) -> None:
+    with running(listen_for_ever, path):
+        before = look(path)
+        with pytest.raises(SocketUnavailable, match="another daemon is using it"):
+            await open_once(os.fspath(path))
+        assert look(path) == before
+        async with await open_client(path):
+            pass
+
+
+async def test_a_path_is_had_once_in_a_process(path: Path) -> None:
+    async with listening(path):
+        with pytest.raises(SocketUnavailable, match="another daemon is using it"):
+            await open_once(os.fspath(path))
+        async with await open_client(path):
+            pass
+
+
+async def test_a_daemon_that_takes_no_lock_is_not_disturbed(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(os.fspath(path))
+        foreign.listen(0)
+        assert await refusal(path) == "a daemon answers on it"
+        with ExitStack() as clients:
+            fill_backlog(path, clients)
+            assert await refusal(path) == "a daemon answers on it"
+        assert is_socket(path)
+
+
+async def test_a_lost_lock_file_does_not_make_two_daemons(path: Path) -> None:
+    async with listening(path):
+        os.unlink(f"{path}.lock")  # as cleaners of temporary directories do
+        assert await refusal(path) == "a daemon answers on it"
+
+
+async def test_a_socket_of_another_type_that_is_in_use_is_refused(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as foreign:
+        foreign.bind(os.fspath(path))
+        assert await refusal(path) == os.strerror(errno.EPROTOTYPE)
+        assert is_socket(path)
+
+
+def _make_regular(path: Path) -> None:
+    path.write_text("precious")
+
+
+def _link_to_a_socket(path: Path) -> None:
+    target = path.with_name("target")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.fspath(target))
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_make_regular, "it is not a socket"),
+        (Path.mkdir, "it is not a socket"),
+        (os.mkfifo, "it is not a socket"),
+        (_link_to_a_socket, "it is a symbolic link"),
+        (lambda path: path.symlink_to("nowhere"), "it is a symbolic link"),
+    ],
+    ids=["regular file", "directory", "FIFO", "link to a stale socket", "dangling link"],
+)
+async def test_what_is_not_a_socket_is_left_alone(
+    path: Path, make: Callable[[Path], None], reason: str
+) -> None:
+    make(path)
+    names, before = sorted(os.listdir(path.parent)), look(path)
+    assert await refusal(path) == reason
+    assert look(path) == before
+    assert sorted(os.listdir(path.parent)) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("", "the path is empty"),
+        ("\0abstract", "NUL byte"),
+        ("a\0b", "NUL byte"),
+        ("a\ud800b", "lone surrogate"),
+        ("/tmp/" + "x" * 103, "too long: 108 bytes"),
+        ("/tmp/" + "ü" * 60, "too long: 125 bytes"),
+        ("/tmp/" + "x" * 5000, "too long"),
+        ("/nonexistent/d.sock", "its directory does not exist"),
+        ("/dev/null/d.sock", os.strerror(errno.ENOTDIR)),
+    ],
+)
+async def test_a_path_that_cannot_be_says_why(name: str, reason: str) -> None:
+    assert reason in await refusal(name)
+
+
+@linux_only
+async def test_the_longest_path_there_can_be_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with listening("x" * 107), await trio.open_unix_socket("x" * 107):
+        pass
+    assert "too long" in await refusal("x" * 108)
+
+
+def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    (reason,) = output_of(report_refusal_without_rights, tmp_path / "d.sock")
+    assert os.strerror(errno.EACCES) in reason
+    tmp_path.chmod(0o700)
+    assert os.listdir(tmp_path) == []
+
+
+# -- racing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_daemons", "n_rounds"), [(2, 40), (20, 10)])
+def test_one_of_several_racing_daemons_wins(path: Path, n_daemons: int, n_rounds: int) -> None:
+    refused = ["another daemon is using it"] * (n_daemons - 1)
+    rounds = output_of(race, path, n_daemons, n_rounds)
+    assert rounds == [";".join([*refused, "won"])] * n_rounds
+
+
+async def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock_path = Path(f"{path}.lock")
+    n_removals = 0
+
+    def flock(fd: int, operation: int) -> None:
+        nonlocal n_removals
+        if n_removals < 3:
+            n_removals += 1
+            os.unlink(lock_path)
+        fcntl_flock(fd, operation)
+
+    fcntl_flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock)
+    async with listening(path):
+        assert n_removals == 3
+        lock = os.open(lock_path, os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl_flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+
+
+async def test_a_lock_that_is_never_had_is_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.unlink(f"{path}.lock"))
+    assert "replaced all the time" in await refusal(path)
+
+
+# -- the lock file ----------------------------------------------------------------------------
+
+
+async def test_the_lock_is_private_and_gone_after_the_end(path: Path) -> None:
+    async with listening(path):
+        assert stat.S_IMODE(os.lstat(f"{path}.lock").st_mode) & ~0o600 == 0
+    assert os.listdir(path.parent) == []
+
+
+async def test_a_lock_that_another_holds_is_respected(path: Path) -> None:
+    with open(f"{path}.lock", "w") as file:  # noqa: ASYNC230
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert await refusal(path) == "another daemon is using it"
+    await open_once(os.fspath(path))
+
+
+def _link_lock(lock_path: Path) -> None:
+    make_empty(lock_path.with_name("target"))
+    lock_path.symlink_to("target")
+
+
+def _bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.fspath(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (_link_lock, "symbolic link"),
+        (lambda path: path.symlink_to("nowhere"), "symbolic link"),
+        (os.mkfifo, "is not a regular file"),
+        (Path.mkdir, os.strerror(errno.EISDIR)),
+        (_bind, os.strerror(errno.ENXIO)),
+    ],
+    ids=["link", "dangling link", "FIFO", "directory", "socket"],
+)
+async def test_a_lock_file_that_is_none_is_refused(
+    path: Path, make: Callable[[Path], None], reason: str
+) -> None:
+    lock_path = Path(f"{path}.lock")
+    make(lock_path)
+    names = sorted(os.listdir(path.parent))
+    reason_given = await refusal(path)
+    assert reason in reason_given
+    assert os.fspath(lock_path) in reason_given
+    assert sorted(os.listdir(path.parent)) == names
+
+
+async def test_a_lock_file_of_another_user_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_empty(Path(f"{path}.lock"))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert "belongs to another user" in await refusal(path)
+    assert os.listdir(path.parent) == [f"{path.name}.lock"]
+
+
+# -- the end ----------------------------------------------------------------------------------
+
+
+async def test_both_files_are_removed_when_the_block_fails(path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with listening(path):
+            raise ZeroDivisionError
+    assert os.listdir(path.parent) == []
+
+
+async def test_both_files_are_removed_when_cancelled(path: Path) -> None:
+    with trio.CancelScope() as scope:
+        async with listening(path) as listener:
+            scope.cancel()
+            await trio.sleep(HANG_S)
+    assert os.listdir(path.parent) == []
+    assert listener.socket.fileno() == -1
+
+
+async def test_a_task_that_accepts_learns_of_the_end(path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+
+        async def accept() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await listener.accept()
+
+        async with listening(path) as listener:
+            nursery.start_soon(accept)
+            await wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize("closed_before", [False, True])
+@pytest.mark.parametrize("make", [_make_regular, _bind], ids=["regular file", "socket"])
+async def test_what_somebody_put_in_its_place_stays(
+    path: Path, make: Callable[[Path], None], closed_before: bool
+) -> None:
+    async with listening(path) as listener:
+        if closed_before:
+            await listener.aclose()
+        os.unlink(path)
+        make(path)
+        theirs = look(path)
+    assert look(path) == theirs
+    assert os.listdir(path.parent) == [path.name]
+
+
+async def test_a_lock_that_somebody_put_in_its_place_stays(path: Path) -> None:
+    lock_path = Path(f"{path}.lock")
+    async with listening(path):
+        os.unlink(lock_path)
+        make_empty(lock_path)
+    assert os.listdir(path.parent) == [lock_path.name]
+
+
+async def test_a_directory_that_is_gone_at_the_end_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    async with listening(folder / "d.sock"):
+        for name in os.listdir(folder):
+            (folder / name).unlink()
+        folder.rmdir()
+    assert os.listdir(tmp_path) == []
+    assert caplog.records == []
+
+
+async def test_what_cannot_be_removed_is_a_warning(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unlink(path: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    with monkeypatch.context() as patch:
+        async with listening(path):
+            patch.setattr(os, "unlink", unlink)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} cannot be removed: {os.strerror(errno.EACCES)}" for name in (path, f"{path}.lock")
+    ]
+
+
+async def test_a_relative_path_is_removed_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with listening("d.sock"):
+        assert (tmp_path / "d.sock").is_socket()
+        os.chdir("/")
+    assert os.listdir(tmp_path) == []
+
+
+async def test_a_second_start_right_after_works(path: Path) -> None:
+    for _ in range(20):
+        async with listening(path), await open_client(path):
+            pass
+
+
+async def test_nothing_is_inherited_and_nothing_leaks(path: Path) -> None:
+    def open_fds() -> set[str]:
+        return {fd for fd in os.listdir("/dev/fd") if os.path.lexists(f"/dev/fd/{fd}")}
+
+    before = open_fds()
+    async with listening(path):
+        ours = open_fds() - before
+        assert len(ours) >= 2
+        assert [fd for fd in ours if os.get_inheritable(int(fd))] == []
+    assert open_fds() == before
+
+
+async def test_a_start_that_fails_late_leaves_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(unix_socket, "_pin", refuse)
+    assert await refusal(path) == os.strerror(errno.EMFILE)
+    assert os.listdir(path.parent) == []
+
+
+async def test_entering_is_a_checkpoint(path: Path) -> None:
+    manager = listening(path)
+    with assert_checkpoints():
+        await manager.__aenter__()
+    await manager.__aexit__(None, None, None)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await open_once(os.fspath(path))
+    assert scope.cancelled_caught
+    assert os.listdir(path.parent) == []
+
+
+# -- the peer's user --------------------------------------------------------------------------
+
+
+def test_our_own_user_is_trusted() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert peer_is_trusted(one)
+
+
+@linux_only
+@as_root
+def test_root_trusts_only_itself_and_others_trust_themselves_and_root() -> None:
+    assert output_of(report_trust) == ["True True", "True False", "True False"]
+
+
+@linux_only
+def test_a_peer_that_the_system_does_not_vouch_for_is_not_trusted() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
+        assert not peer_is_trusted(client)
+
+
+def test_where_the_system_does_not_tell_everybody_is_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        monkeypatch.setattr(sys, "platform", "another")
+        assert peer_is_trusted(sock)
+
+
+# -- the peer's leaving -----------------------------------------------------------------------
+
+needs_epoll = pytest.mark.skipif(not hasattr(select, "epoll"), reason="there is no epoll")
+
+
+@pytest.fixture
+async def watcher() -> AsyncIterator[HangupWatcher]:
+    with trio.fail_after(HANG_S):
+        async with open_hangup_watcher() as watcher:
+            yield watcher
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        yield ours, peer
+
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+class Wait:
+    """One `gone`, in a task of its own."""
+
+    def __init__(self, nursery: trio.Nursery, watcher: HangupWatcher, sock: socket.socket) -> None:
+        self._has_ended = False
+        self.scope = trio.CancelScope()
+        self._watcher = watcher
+        self._sock = sock
+        nursery.start_soon(self._run)
+
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    async def _run(self) -> None:
+        with self.scope:
+            await self._watcher.gone(self._sock)
+            self._has_ended = True
+
+
+async def settle() -> None:
+    """Wait until everything that has happened has been noticed."""
+    # The watcher itself waits for the system, and is not seen to be busy before it wakes.
+    for _ in range(3):
+        await wait_all_tasks_blocked(0.02)
+
+
+@needs_epoll
+async def test_a_peer_that_closes_has_gone(watcher: HangupWatcher, pair: Pair) -> None:
+    ours, peer = pair
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        assert not wait.has_ended()
+        peer.close()
+    assert wait.has_ended()
+
+
+@needs_epoll
+async def test_a_peer_that_has_gone_before_is_noticed(watcher: HangupWatcher, pair: Pair) -> None:
+    ours, peer = pair
+    peer.close()
+    await watcher.gone(ours)
+    await watcher.gone(ours)
+    with assert_checkpoints():
+        await watcher.gone(ours)
+
+
+@needs_epoll
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_a_peer_that_only_stops_writing_has_not_gone(
+    watcher: HangupWatcher, pair: Pair, when: str
+) -> None:
+    ours, peer = pair
+    if when == "before":
+        peer.shutdown(socket.SHUT_WR)
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        peer.shutdown(socket.SHUT_WR)
+        await settle()
+        assert not wait.has_ended()
+        ours.send(b"answer")
+        assert peer.recv(100) == b"answer"
+        peer.close()
+    assert wait.has_ended()
+
+
+@needs_epoll
+async def test_what_the_peer_sent_is_not_read_and_does_not_hide_its_leaving(
+    watcher: HangupWatcher, pair: Pair
+) -> None:
+    ours, peer = pair
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        peer.send(b"question")
+        await settle()
+        assert not wait.has_ended()
+        peer.close()
+    assert wait.has_ended()
+    assert ours.recv(100) == b"question"
+
+
+@needs_epoll
+async def test_a_peer_that_leaves_answers_unread_has_gone(
+    watcher: HangupWatcher, pair: Pair
+) -> None:
+    ours, peer = pair
+    ours.send(b"answer")
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        assert not wait.has_ended()
+        peer.close()
+    assert wait.has_ended()
+
+
+@needs_epoll
+async def test_a_client_that_is_killed_has_gone(watcher: HangupWatcher, path: Path) -> None:
+    async with listening(path) as listener:
+        with running(connect_and_hold, path) as client:
+            async with await listener.accept() as server, trio.open_nursery() as nursery:
+                ended = trio.Event()
+
+                async def wait() -> None:
+                    await watcher.gone(server.socket)
+                    ended.set()
+
+                nursery.start_soon(wait)
+                await settle()
+                assert not ended.is_set()
+                client.kill()
+                await ended.wait()
+
+
+@needs_epoll
+async def test_of_a_hundred_those_that_leave_have_gone(watcher: HangupWatcher) -> None:
+    pairs = [socket.socketpair() for _ in range(100)]
+    with ExitStack() as sockets:
+        for sock in (sock for pair in pairs for sock in pair):
+            sockets.enter_context(sock)
+        async with trio.open_nursery() as nursery:
+            waits = [Wait(nursery, watcher, ours) for ours, _ in pairs]
+            await settle()
+            for _, peer in pairs[::2]:
+                peer.close()
+            await settle()
+            assert [wait.has_ended() for wait in waits] == [True, False] * 50
+            for _, peer in pairs[1::2]:
+                peer.close()
+        assert all(wait.has_ended() for wait in waits)
+
+
+@needs_epoll
+async def test_a_cancelled_wait_can_be_begun_again(watcher: HangupWatcher, pair: Pair) -> None:
+    ours, peer = pair
+    for _ in range(3):
+        with trio.move_on_after(0.01) as scope:
+            await watcher.gone(ours)
+        assert scope.cancelled_caught
+    peer.close()
+    await watcher.gone(ours)
+
+
+def _reuse(fd: int) -> Pair:
+    """A new pair whose first socket has a number that has just been closed."""
+    one, peer = socket.socketpair()
+    if one.fileno() == fd:
+        return one, peer
+    os.dup2(one.fileno(), fd, inheritable=False)
+    one.close()
+    return socket.socket(fileno=fd), peer
+
+
+@needs_epoll
+@pytest.mark.parametrize("copied", [False, True])
+async def test_a_number_that_is_used_again_stands_for_the_new_socket(
+    watcher: HangupWatcher, copied: bool
+) -> None:
+    old, old_peer = socket.socketpair()
+    fd = old.fileno()
+    with ExitStack() as sockets:
+        if copied:  # as a child process does for a moment between fork and exec
+            sockets.enter_context(old.dup())
+        async with trio.open_nursery() as nursery:
+            old_wait = Wait(nursery, watcher, old)
+            await settle()
+            old.close()
+            new, new_peer = _reuse(fd)
+            sockets.enter_context(new)
+            new_wait = Wait(nursery, watcher, new)
+            await settle()
+            old_wait.scope.cancel()
+            await settle()
+            old_peer.close()
+            await settle()
+            assert not new_wait.has_ended()
+            assert not old_wait.has_ended()
+            new_peer.close()
+        assert new_wait.has_ended()
+
+
+@needs_epoll
+async def test_a_socket_closed_under_a_cancelled_wait_is_no_error(
+    watcher: HangupWatcher, pair: Pair
+) -> None:
+    ours, _ = pair
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        ours.close()
+        wait.scope.cancel()
+    assert wait.scope.cancelled_caught
+
+
+@needs_epoll
+async def test_a_second_wait_for_a_socket_is_refused(watcher: HangupWatcher, pair: Pair) -> None:
+    ours, peer = pair
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        with pytest.raises(trio.BusyResourceError):
+            await watcher.gone(ours)
+        peer.close()
+    assert wait.has_ended()
+
+
+async def test_a_closed_socket_cannot_be_waited_for(watcher: HangupWatcher, pair: Pair) -> None:
+    ours, _ = pair
+    ours.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await watcher.gone(ours)
+
+
+@needs_epoll
+async def test_the_end_of_the_watcher_ends_every_wait(pair: Pair) -> None:
+    ours, _ = pair
+    async with trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await ending.gone(ours)
+
+        async with open_hangup_watcher() as ending:
+            nursery.start_soon(wait)
+            await settle()
+    await wait()
+
+
+async def test_an_error_in_the_watchers_block_comes_out_as_itself() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with open_hangup_watcher():
+            raise ZeroDivisionError
+
+
+@needs_epoll
+async def test_waiting_costs_no_step_of_any_task_even_while_data_comes(
+    watcher: HangupWatcher, pair: Pair
+) -> None:
+    ours, peer = pair
+    steps: list[str] = []
+
+    class CountSteps(trio.abc.Instrument):
+        def before_task_step(self, task: trio.lowlevel.Task) -> None:
+            steps.append(task.name)
+
+    async with trio.open_nursery() as nursery:
+        wait = Wait(nursery, watcher, ours)
+        await settle()
+        counter = CountSteps()
+        trio.lowlevel.add_instrument(counter)
+        for _ in range(10):
+            peer.send(b"more")
+            await trio.sleep(0.01)
+        trio.lowlevel.remove_instrument(counter)
+        peer.close()
+    assert wait.has_ended()
+    assert len(steps) == 10  # this task's own
+
+
+async def test_without_epoll_a_wait_lasts_until_it_is_cancelled(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, peer = pair
+    monkeypatch.delattr(select, "epoll", raising=False)
+    async with open_hangup_watcher() as watcher:
+        peer.close()
+        with trio.move_on_after(0.05) as scope:
+            await watcher.gone(ours)
+    assert scope.cancelled_caught
