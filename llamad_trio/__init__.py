@@ -18,18 +18,21 @@ if TYPE_CHECKING:
     from llamad_trio.actors.listener import serve_unix
     from llamad_trio.core.completion import Choice, Completion, TokenLogprob
     from llamad_trio.core.config import EngineConfig
+    from llamad_trio.core.engine_spec import EngineSpec
     from llamad_trio.core.errors import (
         Busy,
         ConfigError,
         ContextOverflow,
         Disconnected,
         EngineClosed,
+        EngineCrashed,
         IncompleteOutput,
         InferenceError,
         LlamadError,
         ModelLoadError,
         PromptTooLong,
         ProtocolError,
+        RestartsExhausted,
         SessionFatal,
         SocketUnavailable,
         UnsupportedFeature,
@@ -44,10 +47,12 @@ if TYPE_CHECKING:
     )
     from llamad_trio.core.limits import Limits
     from llamad_trio.core.request import Message, Request
+    from llamad_trio.core.restarts import RestartPolicy
     from llamad_trio.core.tools import Tool, ToolCall
     from llamad_trio.engine import Engine, open_engine
     from llamad_trio.engine_like import EngineLike
     from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+    from llamad_trio.models import Model, Models, open_models
     from llamad_trio.remote import RemoteEngine, connect, daemon_stats
     from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
     from llamad_trio.stream import EventStream, TokenStream
@@ -66,7 +71,9 @@ __all__ = [
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineCrashed",
     "EngineLike",
+    "EngineSpec",
     "EngineStats",
     "EventStream",
     "IncompleteOutput",
@@ -75,15 +82,19 @@ __all__ = [
     "Limits",
     "LlamadError",
     "Message",
+    "Model",
     "ModelInfo",
     "ModelLoadError",
     "ModelStats",
+    "Models",
     "PrefixStatus",
     "PromptTooLong",
     "ProtocolError",
     "ReasoningDelta",
     "RemoteEngine",
     "Request",
+    "RestartPolicy",
+    "RestartsExhausted",
     "Segment",
     "Session",
     "SessionFatal",
@@ -102,6 +113,7 @@ __all__ = [
     "connect",
     "daemon_stats",
     "open_engine",
+    "open_models",
     "run_tools",
     "serve_unix",
 ]
@@ -110,18 +122,21 @@ _HOMES = {
     "actors.lane": ("Lane",),
     "core.completion": ("Choice", "Completion", "TokenLogprob"),
     "core.config": ("EngineConfig",),
+    "core.engine_spec": ("EngineSpec",),
     "core.errors": (
         "Busy",
         "ConfigError",
         "ContextOverflow",
         "Disconnected",
         "EngineClosed",
+        "EngineCrashed",
         "IncompleteOutput",
         "InferenceError",
         "LlamadError",
         "ModelLoadError",
         "PromptTooLong",
         "ProtocolError",
+        "RestartsExhausted",
         "SessionFatal",
         "SocketUnavailable",
         "UnsupportedFeature",
@@ -135,12 +150,14 @@ _HOMES = {
         "ToolCallStart",
     ),
     "core.request": ("Message", "Request"),
+    "core.restarts": ("RestartPolicy",),
     "core.tools": ("Tool", "ToolCall"),
     "actors.listener": ("serve_unix",),
     "core.limits": ("Limits",),
     "engine": ("Engine", "open_engine"),
     "engine_like": ("EngineLike",),
     "info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
+    "models": ("Model", "Models", "open_models"),
     "remote": ("RemoteEngine", "connect", "daemon_stats"),
     "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
     "stream": ("EventStream", "TokenStream"),

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import attrs
 import trio
 
 from llamad_trio.actors.listener import serve_unix
-from llamad_trio.actors.nursery import TaskStatus, open_plain_nursery, unlimited
+from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.systemd import notify
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.daemon_config import DaemonConfig, ModelSpec
-from llamad_trio.engine import Engine, open_engine
+from llamad_trio.daemon_config import DaemonConfig
+from llamad_trio.models import Models, open_models
 
 __all__ = ["run_daemon"]
 
@@ -33,104 +33,54 @@ async def run_daemon(
 
     Args:
         config: the models, the socket, the limits.
-        reload: reads the configuration again, for SIGHUP; see `_Daemon.reload`.
+        reload: reads the configuration again, for SIGHUP.  Models that are new in it are
+            opened, those it does not name are closed, those it says something else of are
+            replaced; the rest go on undisturbed.  If it cannot be read, or a model cannot
+            be opened, the models stay as they are, and the log says why.
         inherited: a socket that listens already, instead of the one the config names.
 
     A checkpoint.  Cancelled, it stops as for a signal.
 
     Raises:
         SocketUnavailable: the socket cannot be listened on.
-        LlamadError: a model cannot be opened, or its engine broke down.
+        RestartsExhausted: a model's engine broke down again and again.
+        LlamadError: a model cannot be opened.
     """
     # From here on: a signal that comes during the load is obeyed, too.
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-        async with open_plain_nursery() as nursery:
-            daemon = _Daemon(config, nursery)
-            nursery.start_soon(daemon.serve, inherited)
+        async with (
+            open_models(config.models, default=config.default) as models,
+            open_plain_nursery() as nursery,
+        ):
+            nursery.start_soon(_serve, config, models, inherited)
             async for number in signals:
                 if number != signal.SIGHUP:
                     logger.info("stopping")
                     notify("STOPPING=1")
                     return
                 if reload is not None:
-                    nursery.start_soon(daemon.reload, reload)
+                    nursery.start_soon(_reload, config, models, reload)
 
 
-@attrs.define(eq=False)
-class _Open:
-    """A model that is open."""
-
-    spec: ModelSpec
-    engine: Engine
-    scope: trio.CancelScope
-
-
-class _Daemon:
-    """The models of one daemon."""
-
-    def __init__(self, config: DaemonConfig, nursery: trio.Nursery) -> None:
-        self._config = config
-        self._nursery = nursery
-        self._models: dict[str, _Open] = {}
-        self._engines: dict[str, Engine] = {}
-        self._changing = trio.Lock()
-
-    async def serve(self, inherited: socket.socket | None) -> None:
-        """Open the models and answer until cancelled."""
-        config = self._config
-        await self._change(config.models)
-        where = config.socket if inherited is None else inherited
-        listen = partial(serve_unix, default=config.default, limits=config.limits)
-        await self._nursery.start(listen, self._engines, where)
+async def _serve(config: DaemonConfig, models: Models, inherited: socket.socket | None) -> None:
+    for name in config.models:
+        if config.models[name].load == "eager":
+            await models.wait_ready(name)
+    where = config.socket if inherited is None else inherited
+    listen = partial(serve_unix, default=config.default, limits=config.limits)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(listen, models, where)
         logger.info("listening on %s", where if inherited is None else inherited.getsockname())
         notify("READY=1")
 
-    async def reload(self, read: Callable[[], DaemonConfig]) -> None:
-        """Change the models to what the configuration says now.
 
-        Those that are new are opened, those it does not name are closed, those it says
-        something else of are replaced; the rest go on undisturbed.  If it cannot be read,
-        or a model cannot be opened, everything stays as it is, and the log says why.
-        """
-        try:
-            config = await trio.to_thread.run_sync(read)
-            await self._change(config.models)
-        except LlamadError as error:
-            logger.error("the configuration stays as it was: %s", error)  # noqa: TRY400  (it says all)
-            return
-        if attrs.evolve(config, models=self._config.models) != self._config:
-            logger.warning("[daemon] has changed: that counts from the next start")
-        logger.info("reloaded; models: %s", ", ".join(self._engines))
-
-    async def _change(self, specs: Mapping[str, ModelSpec]) -> None:
-        async with self._changing:
-            new: dict[str, _Open] = {}
-            try:
-                for name, spec in specs.items():
-                    if name not in self._models or self._models[name].spec != spec:
-                        new[name] = await self._nursery.start(self._run, name, spec)
-            except BaseException:
-                for model in new.values():
-                    model.scope.cancel()
-                raise
-            old = self._models
-            self._models = {name: new.get(name) or old[name] for name in specs}
-            self._engines.clear()
-            self._engines |= {name: model.engine for name, model in self._models.items()}
-            for name, model in old.items():
-                if self._models.get(name) is not model:
-                    logger.info("closing %s", name)
-                    model.scope.cancel()
-
-    async def _run(
-        self,
-        name: str,
-        spec: ModelSpec,
-        *,
-        task_status: TaskStatus[_Open] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        logger.info("opening %s: %s", name, spec.model)
-        with unlimited() as scope:
-            async with open_engine(spec.model, spec.config) as engine:
-                task_status.started(_Open(spec, engine, scope))
-                await trio.sleep_forever()
+async def _reload(config: DaemonConfig, models: Models, read: Callable[[], DaemonConfig]) -> None:
+    try:
+        new = await trio.to_thread.run_sync(read)
+        await models.change(new.models)
+    except LlamadError as error:
+        logger.error("the models stay as they were: %s", error)  # noqa: TRY400  (it says all)
+        return
+    if attrs.evolve(new, models=config.models) != config:
+        logger.warning("[daemon] has changed: that counts from the next start")
+    logger.info("reloaded; models: %s", ", ".join(models))

@@ -18,29 +18,23 @@ from typing import Any, TypeVar
 import attrs
 
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError, LlamadError, ProtocolError
 from llamad_trio.core.fields import text
 from llamad_trio.core.limits import Limits
 from llamad_trio.manifest import known_model
 
-__all__ = ["DEFAULT_SOCKET", "DaemonConfig", "ModelSpec", "load_daemon_config"]
+__all__ = ["DEFAULT_SOCKET", "DaemonConfig", "load_daemon_config"]
 
 DEFAULT_SOCKET = "/tmp/llamad.sock"
 """Where the daemon listens, and a client connects, when nothing else is said."""
 
+_SPEC_KEYS = ("load", "unload_after_s", "isolation")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 Fields = TypeVar("Fields", EngineConfig, Limits)
-
-
-@attrs.frozen
-class ModelSpec:
-    """A model the daemon serves: an absolute path or a name of the manifest, and its engine."""
-
-    model: str
-    config: EngineConfig
 
 
 @attrs.frozen(kw_only=True)
@@ -57,7 +51,7 @@ class DaemonConfig:
     socket: str
     default: str
     limits: Limits
-    models: Mapping[str, ModelSpec]
+    models: Mapping[str, EngineSpec]
 
 
 def load_daemon_config(
@@ -67,7 +61,8 @@ def load_daemon_config(
 
     The file holds one optional table `[daemon]` (`socket`, `default_model` and the fields
     of `Limits`) and one table `[models.NAME]` for each model: either `path` (a GGUF file)
-    or `model` (a name of the manifest), and any field of `EngineConfig`.  NAME is 1 to 64
+    or `model` (a name of the manifest), any field of `EngineConfig`,
+    and `load`, `unload_after_s` and `isolation` as for `EngineSpec`.  NAME is 1 to 64
     of the letters a-z and A-Z, digits, `_`, `.` and `-`.  Without `default_model` the
     first model is the default.
 
@@ -115,11 +110,11 @@ def load_daemon_config(
     )
 
 
-def _read_model(models: _Table, name: str, base: EngineConfig) -> ModelSpec:
+def _read_model(models: _Table, name: str, base: EngineConfig) -> EngineSpec:
     if not _MODEL_NAME.fullmatch(name):
         raise models.error(name, "a model's name is 1-64 letters, digits, '_', '.' or '-'")
     table = models.table(name)
-    table.check_keys(("path", "model", *attrs.fields_dict(EngineConfig)))
+    table.check_keys(("path", "model", *_SPEC_KEYS, *attrs.fields_dict(EngineConfig)))
     if ("path" in table.values) == ("model" in table.values):
         problem = "both `path` and `model`" if "path" in table.values else "no model"
         raise models.error(name, f"{problem}: give either `path` or `model`")
@@ -131,7 +126,15 @@ def _read_model(models: _Table, name: str, base: EngineConfig) -> ModelSpec:
             known_model(model)
         except LlamadError as error:
             raise table.error("model", str(error)) from error
-    return ModelSpec(model, table.fill(base))
+    spec = EngineSpec(model, table.fill(base))
+    for key in [key for key in _SPEC_KEYS if key in table.values]:
+        value: Any = table.values[key]
+        try:
+            EngineSpec(model, spec.config, **{key: value})
+        except ProtocolError as error:
+            raise table.error(key, error.reason) from error
+        spec = attrs.evolve(spec, **{key: value})
+    return spec
 
 
 @attrs.frozen

@@ -9,16 +9,18 @@ from functools import partial
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import attrs
 import trio
 
+from llamad_trio.actors.broadcast import Broadcast, EventReader
 from llamad_trio.actors.decode import DecodeActor
-from llamad_trio.actors.lane import Lane, shared_lane
+from llamad_trio.actors.lane import Lane, computing, shared_lane
 from llamad_trio.actors.loading import loaded_model
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.actors.preprocess import Preprocessor, Query
+from llamad_trio.actors.reporter import Reporter
 from llamad_trio.actors.store import SnapshotStore
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.chat.template import ChatTemplate, Limits
@@ -39,13 +41,17 @@ from llamad_trio.core.runtime import LaneLike, ModelFacts, Runtime
 from llamad_trio.core.scheduler import Scheduler
 from llamad_trio.core.shelf import Shelf
 from llamad_trio.core.tokenizing import Scoring
+from llamad_trio.cores import physical_cores
 from llamad_trio.info import EngineStats, ModelInfo
 from llamad_trio.scoring import choose, score
 from llamad_trio.session import Session, opened
 from llamad_trio.stream import EventStream, TicketSource, TokenStream
 from llamad_trio.typed_request import typed_request, with_value
 
-__all__ = ["Engine", "as_request", "open_engine", "run_engine"]
+if TYPE_CHECKING:
+    from llamad_trio.remote import RemoteEngine
+
+__all__ = ["Engine", "as_request", "open_engine", "open_named_engine", "run_engine"]
 
 T = TypeVar("T")
 
@@ -62,11 +68,13 @@ class Engine:
         decode: DecodeActor,
         preprocessor: Preprocessor,
         inbox: trio.MemorySendChannel[Ticket | Query],
+        broadcast: Broadcast,
     ) -> None:
         self._runtime = runtime
         self._decode = decode
         self._preprocessor = preprocessor
         self._inbox = inbox
+        self._broadcast = broadcast
         self._config = config
         self._ids = count(1)
 
@@ -253,6 +261,11 @@ class Engine:
         )
 
     @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: not after its block, nor after it broke down."""
+        return self._decode.closed is None
+
+    @property
     def config(self) -> EngineConfig:
         """The settings in force: clamped, and completed from the model and the machine."""
         return self._config
@@ -282,6 +295,21 @@ class Engine:
             steps=books.steps,
             aborted_steps=books.aborted_steps,
         )
+
+    def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
+        """What happens in this engine from now on: see `llamad_trio.core.engine_events`.
+
+        Args:
+            max_events: most events that wait to be read.  A reader that falls further
+                behind loses the oldest, and gets a `Lagged` in their place.
+
+        An async context manager giving a `trio.abc.ReceiveChannel`, which ends when the
+        engine has stopped.  Any number of readers, none of which slows the engine down.
+
+        Raises:
+            ValueError: `max_events` is less than 1.
+        """
+        return self._broadcast.subscribe(max_events)
 
     # -- what sessions need -----------------------------------------------------------------
 
@@ -439,26 +467,54 @@ def as_request(request: Request | str, fields: dict[str, Any]) -> Request:
         raise ProtocolError(f"unknown field {', '.join(unknown)}") from error
 
 
-def _configure(config: EngineConfig | None, overrides: dict[str, Any]) -> EngineConfig:
-    unknown = sorted(set(overrides) - {field.name for field in attrs.fields(EngineConfig)})
-    if unknown:
-        raise ProtocolError(f"unknown config field {', '.join(unknown)}")
-    return attrs.evolve(config or EngineConfig.from_env(), **overrides)
-
-
-@asynccontextmanager
-async def open_engine(
+@overload
+def open_engine(
     model: str | PathLike[str],
     config: EngineConfig | None = None,
     *,
+    isolation: None = None,
     on_load: Callable[[float], object] | None = None,
     **overrides: Any,
-) -> AsyncIterator[Engine]:
-    """Load a model and run its engine inside the block.
+) -> AbstractAsyncContextManager[Engine]: ...
+
+
+@overload
+def open_engine(
+    model: str | PathLike[str],
+    config: EngineConfig | None = None,
+    *,
+    isolation: Literal["process"],
+    on_load: Callable[[float], object] | None = None,
+    **overrides: Any,
+) -> AbstractAsyncContextManager[RemoteEngine]: ...
+
+
+@overload
+def open_engine(
+    model: str | PathLike[str],
+    config: EngineConfig | None = None,
+    *,
+    isolation: Literal["process"] | None,
+    on_load: Callable[[float], object] | None = None,
+    **overrides: Any,
+) -> AbstractAsyncContextManager[Engine | RemoteEngine]: ...
+
+
+def open_engine(
+    model: str | PathLike[str],
+    config: EngineConfig | None = None,
+    *,
+    isolation: Literal["process"] | None = None,
+    on_load: Callable[[float], object] | None = None,
+    **overrides: Any,
+) -> AbstractAsyncContextManager[Engine | RemoteEngine]:
+    """Load a model and run its engine inside the block of an async context manager.
 
     Args:
         model: path of a GGUF file, or the name of a known model that has been pulled.
         config: settings; `None` takes them from the `LLAMAD_*` environment variables.
+        isolation: `"process"` runs it in a process of its own: whatever brings that down
+            is an `EngineCrashed` here.  A `lane` of the application's is not used then.
         on_load: called in the Trio thread with the load's progress, 0 to 1.
         overrides: `EngineConfig` fields that replace the config's.
 
@@ -470,15 +526,56 @@ async def open_engine(
         ModelLoadError: missing, unreadable, no GGUF, unsupported, out of memory.
         UnsupportedFeature: the model cannot continue a text.
         ProtocolError: a setting of the wrong type, or an unknown one.
+        EngineCrashed: the process of an isolated engine has ended.
     """
-    config = _configure(config, overrides)
+    config = EngineConfig.merged(config, overrides)
+    if isolation is None:
+        return open_named_engine(model, config, on_load=on_load)
+    if isolation != "process":
+        raise ProtocolError(f'isolation must be "process" or None, not {isolation!r}')
+    from llamad_trio.isolation import open_isolated_engine
+
+    return open_isolated_engine(model, config, on_load)
+
+
+@asynccontextmanager
+async def open_named_engine(
+    model: str | PathLike[str],
+    config: EngineConfig,
+    *,
+    name: str = "",
+    broadcast: Broadcast | None = None,
+    on_load: Callable[[float], object] | None = None,
+) -> AsyncIterator[Engine]:
+    """As `open_engine`, for who runs several: `name` and `broadcast` as for `run_engine`."""
+    began = trio.current_time()
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
+    if isinstance(lane, Lane) and config.n_threads is None:
+        config = attrs.evolve(config, n_threads=lane.threads)
     async with (
         lane.hosted(),
         loaded_model(model, config, lane, on_load) as loaded,
-        run_engine(loaded.runtime, loaded.template, loaded.runtime.config, lane) as engine,
+        counted(lane, loaded.runtime.config),
+        run_engine(
+            loaded.runtime,
+            loaded.template,
+            loaded.runtime.config,
+            lane,
+            name=name,
+            broadcast=broadcast,
+            loading_since=began,
+        ) as engine,
     ):
         yield engine
+
+
+@asynccontextmanager
+async def counted(lane: LaneLike, config: EngineConfig) -> AsyncIterator[None]:
+    """Count the engine's threads among those that may compute at once."""
+    assert config.n_threads is not None
+    assert config.n_threads_batch is not None
+    with computing(lane, max(config.n_threads, config.n_threads_batch), physical_cores()):
+        yield
 
 
 @asynccontextmanager
@@ -487,6 +584,10 @@ async def run_engine(
     template: ChatTemplate | LlamadError,
     config: EngineConfig,
     lane: LaneLike,
+    *,
+    name: str = "",
+    broadcast: Broadcast | None = None,
+    loading_since: float | None = None,
 ) -> AsyncIterator[Engine]:
     """Run the actors of one engine inside the block.
 
@@ -495,7 +596,13 @@ async def run_engine(
         template: its chat template, or the error for requests that need one.
         config: resolved.
         lane: where steps run; must be hosted.
+        name: what its events call it.
+        broadcast: also gets its events, beside the readers of `Engine.events`; it is not
+            closed.
+        loading_since: when its load began, on Trio's clock; by default, now.
     """
+    if loading_since is None:
+        loading_since = trio.current_time()
     facts = runtime.facts
     assert config.n_ctx is not None
     scheduler = Scheduler(
@@ -509,7 +616,10 @@ async def run_engine(
     )
     to_preprocess, from_callers = trio.open_memory_channel[Ticket | Query](0)
     to_decode, from_preprocess = trio.open_memory_channel[Prepared](config.n_slots)
-    decode = DecodeActor(runtime, lane, scheduler, from_preprocess, _store(config, facts))
+    own_broadcast = Broadcast(onward=broadcast)
+    reporter = Reporter(own_broadcast, name)
+    store = _store(config, facts)
+    decode = DecodeActor(runtime, lane, scheduler, from_preprocess, reporter, store, config.weight)
     await decode.load_index()
     preprocessor = Preprocessor(
         runtime, template, _most_tokens(config, facts.n_ctx_train), decode, from_callers, to_decode
@@ -517,11 +627,13 @@ async def run_engine(
     async with open_plain_nursery() as nursery:
         nursery.start_soon(decode.run)
         nursery.start_soon(preprocessor.run)
+        reporter.loaded(trio.current_time() - loading_since)
         try:
-            yield Engine(runtime, config, decode, preprocessor, to_preprocess)
+            yield Engine(runtime, config, decode, preprocessor, to_preprocess, own_broadcast)
         finally:
             # Here and not when the actor is cancelled: nobody sees a half-closed engine.
             decode.close(EngineClosed())
+            own_broadcast.close()
 
 
 def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf | None:

@@ -60,6 +60,9 @@ class EngineLike(Protocol):
     async def detokenize(self, tokens: Sequence[int]) -> str: ...
 
     @property
+    def is_open(self) -> bool: ...
+
+    @property
     def info(self) -> ModelInfo: ...
 
     @property

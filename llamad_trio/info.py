@@ -94,10 +94,12 @@ class DaemonStats:
         uptime_s: seconds since it began to listen.
         connections: clients that are connected, the one that asks included.
         default: the model of requests that name none.
-        models: each by its name.
+        models: those that are loaded, by name.
+        states: what is going on with each model, loaded or not, as `Models.state` tells it.
     """
 
     uptime_s: float
     connections: int
     default: str
     models: Mapping[str, ModelStats]
+    states: Mapping[str, str] = attrs.field(factory=dict)

@@ -6,8 +6,8 @@ is the cancel.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar, overload
@@ -24,10 +24,11 @@ from llamad_trio.core.errors import (
     ProtocolError,
     SocketUnavailable,
 )
+from llamad_trio.core.fields import text
 from llamad_trio.core.request import Request
 from llamad_trio.engine import as_request
-from llamad_trio.info import DaemonStats, EngineStats, ModelInfo
-from llamad_trio.remote_reply import RemoteReply, RemoteSource, called, understood
+from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+from llamad_trio.remote_reply import Daemon, Peer, RemoteReply, RemoteSource, called, understood
 from llamad_trio.stream import EventStream, TokenStream
 from llamad_trio.typed_request import typed_request, with_value
 from llamad_trio.wire.calls import (
@@ -43,7 +44,7 @@ from llamad_trio.wire.calls import (
 )
 from llamad_trio.wire.converter import structure_known
 
-__all__ = ["RemoteEngine", "connect", "daemon_stats"]
+__all__ = ["RemoteEngine", "connect", "daemon_stats", "stats_of"]
 
 T = TypeVar("T")
 
@@ -65,12 +66,12 @@ async def connect(
         SocketUnavailable: nobody listens there, or this user may not connect.
         ProtocolError: it has no such model.
     """
-    name = fspath(path)
+    daemon = Daemon(fspath(path))
     try:
-        stats = await daemon_stats(name)
+        stats = await stats_of(daemon)
     except Disconnected:
-        raise SocketUnavailable(name, "whoever listens there hangs up") from None
-    engine = RemoteEngine(name, model, stats)
+        raise SocketUnavailable(daemon.path, "whoever listens there hangs up") from None
+    engine = RemoteEngine(daemon, model, stats)
     try:
         yield engine
     finally:
@@ -86,7 +87,12 @@ async def daemon_stats(path: str | PathLike[str]) -> DaemonStats:
         SocketUnavailable: nobody listens there, or this user may not connect.
         Disconnected: the daemon went away.
     """
-    async with called(fspath(path), Stats()) as reply:
+    return await stats_of(Daemon(fspath(path)))
+
+
+async def stats_of(peer: Peer) -> DaemonStats:
+    """`daemon_stats`, of whoever answers."""
+    async with called(peer, Stats()) as reply:
         line = await reply.next_line()
     return understood(partial(structure_known, line, DaemonStats))
 
@@ -95,16 +101,17 @@ class RemoteEngine:
     """One model of a daemon, with the interface of `Engine`.  Made by `connect`.
 
     Every method that asks something raises what `Engine`'s does, and `Disconnected` when
-    the daemon has gone away.
+    the daemon has gone away.  `info`, `config` and `stats` raise `EngineClosed` for a model
+    that was not loaded when they were last told of it: see `refresh`.
     """
 
-    def __init__(self, path: str, model: str | None, daemon: DaemonStats) -> None:
-        self._path = path
+    def __init__(self, peer: Peer, model: str | None, daemon: DaemonStats) -> None:
+        self._peer = peer
         self._name = daemon.default if model is None else model
-        if self._name not in daemon.models:
-            known = ", ".join(daemon.models)
-            raise ProtocolError(f"unknown model {self._name!r}; known are {known}")
-        self._seen = daemon.models[self._name]
+        known = {**daemon.models, **daemon.states}
+        if self._name not in known:
+            raise ProtocolError(f"unknown model {self._name!r}; known are {', '.join(known)}")
+        self._last_seen = daemon.models.get(self._name)
         self._is_closed = False
 
     # -- requests ---------------------------------------------------------------------------
@@ -156,13 +163,15 @@ class RemoteEngine:
     ) -> list[float]:
         """As `Engine.score`.  A checkpoint; cancelled, it stops the work."""
         asked = as_request(request, fields)
-        call = Score(request=asked, continuations=continuations, model=self._name)
+        texts = _texts("continuations", continuations)
+        call = Score(request=asked, continuations=texts, model=self._name)
         return await self._ask(call, "scores", list[float])
 
     async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
         """As `Engine.choose`.  A checkpoint; cancelled, it stops the work."""
         asked = as_request(request, fields)
-        call = Choose(request=asked, options=options, model=self._name)
+        texts = _texts("options", options)
+        call = Choose(request=asked, options=texts, model=self._name)
         choice = await self._ask(call, "choice", dict[str, object])
         return understood(partial(structure_known, choice, Choice))
 
@@ -185,7 +194,10 @@ class RemoteEngine:
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """As `Engine.detokenize`.  A checkpoint."""
-        return await self._ask(Detokenize(tokens=tokens, model=self._name), "text", str)
+        checked = Request(tokens).prompt
+        if isinstance(checked, str | None):
+            raise ProtocolError("tokens must be token ids, not text")
+        return await self._ask(Detokenize(tokens=checked, model=self._name), "text", str)
 
     # -- looking around ---------------------------------------------------------------------
 
@@ -193,6 +205,11 @@ class RemoteEngine:
     def info(self) -> ModelInfo:
         """What is known of the model."""
         return self._seen.info
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: not after its block, nor when its process has ended."""
+        return not self._is_closed and not self._peer.has_gone
 
     @property
     def config(self) -> EngineConfig:
@@ -211,10 +228,17 @@ class RemoteEngine:
         daemon = understood(partial(structure_known, line, DaemonStats))
         if self._name not in daemon.models:
             raise EngineClosed
-        self._seen = daemon.models[self._name]
+        self._last_seen = daemon.models[self._name]
         return self._seen.stats
 
     # -- inside -----------------------------------------------------------------------------
+
+    @property
+    def _seen(self) -> ModelStats:
+        """What the daemon told of the model; of one that was not loaded there is nothing."""
+        if self._last_seen is None:
+            raise EngineClosed
+        return self._last_seen
 
     def close(self) -> None:
         """Let no request begin any more."""
@@ -242,16 +266,23 @@ class RemoteEngine:
     async def _called(self, call: Call) -> AsyncIterator[RemoteReply]:
         if self._is_closed:
             raise EngineClosed
-        try:
-            opened = called(self._path, call)
-            async with opened as reply:
-                yield reply
-        except SocketUnavailable:
-            raise Disconnected from None  # it was there when this began
+        async with AsyncExitStack() as stack:
+            try:
+                reply = await stack.enter_async_context(called(self._peer, call))
+            except SocketUnavailable:
+                raise Disconnected from None  # it was there when this began
+            yield reply
 
     def _take_stats(self, line: dict[str, object]) -> None:
         stats = line.get("stats")
-        if isinstance(stats, dict):
-            self._seen = attrs.evolve(
-                self._seen, stats=understood(partial(structure_known, stats, EngineStats))
+        if isinstance(stats, dict) and self._last_seen is not None:
+            self._last_seen = attrs.evolve(
+                self._last_seen, stats=understood(partial(structure_known, stats, EngineStats))
             )
+
+
+def _texts(name: str, texts: Sequence[str]) -> list[str]:
+    """Texts as the list that the wire has."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
+    return [text(name)(item) for item in texts]

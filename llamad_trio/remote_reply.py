@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+import attrs
 import msgspec
 import trio
 
@@ -24,9 +26,8 @@ from llamad_trio.wire.calls import Call, encode_call
 from llamad_trio.wire.errors import error_from
 from llamad_trio.wire.lines import LineBuffer, LineTooLong
 from llamad_trio.wire.replies import completion_from, event_from
-from llamad_trio.wire.strict_json import encode_line
 
-__all__ = ["RemoteReply", "RemoteSource", "called", "understood"]
+__all__ = ["Daemon", "Peer", "RemoteReply", "RemoteSource", "called", "understood"]
 
 T = TypeVar("T")
 
@@ -38,8 +39,45 @@ MAX_REPLY_BYTES = 64 * 1024 * 1024
 Line = dict[str, object]
 
 
+class Peer(Protocol):
+    """Who answers calls."""
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether it will not come back."""
+        ...
+
+    async def connect(self) -> trio.SocketStream:
+        """A new connection.  Raises `SocketUnavailable` or `Disconnected`."""
+        ...
+
+    async def explain(self) -> LlamadError:
+        """Why it hung up in the middle of a reply."""
+        ...
+
+
+@attrs.frozen
+class Daemon:
+    """The daemon that listens at a path."""
+
+    path: str
+
+    @property
+    def has_gone(self) -> bool:
+        return False  # another daemon may come
+
+    async def connect(self) -> trio.SocketStream:
+        try:
+            return await trio.open_unix_socket(self.path)
+        except (OSError, ValueError) as error:
+            raise SocketUnavailable(self.path, _reason(error)) from error
+
+    async def explain(self) -> LlamadError:
+        return Disconnected()
+
+
 @asynccontextmanager
-async def called(path: str, call: Call) -> AsyncIterator[RemoteReply]:
+async def called(peer: Peer, call: Call) -> AsyncIterator[RemoteReply]:
     """Send a call, and receive its reply inside the block; leaving it hangs up.
 
     A checkpoint.
@@ -48,15 +86,16 @@ async def called(path: str, call: Call) -> AsyncIterator[RemoteReply]:
         SocketUnavailable: nobody listens there, or this user may not connect.
         Disconnected: the daemon went away.
     """
+    stream = await peer.connect()
+    reply = RemoteReply(stream, peer.explain)
     try:
-        stream = await trio.open_unix_socket(path)
-    except (OSError, ValueError) as error:
-        raise SocketUnavailable(path, _reason(error)) from error
-    async with stream:
         # A daemon that refuses a call need not read all of it: its reply says why.
         with suppress(trio.BrokenResourceError):
-            await stream.send_all(encode_line(encode_call(call)))
-        yield RemoteReply(stream)
+            await stream.send_all(_line(call))
+        yield reply
+    finally:
+        # No checkpoint, which would put `Cancelled` in the place of what the body raises.
+        reply.close()
 
 
 class RemoteReply:
@@ -64,29 +103,34 @@ class RemoteReply:
 
     Args:
         stream: where they come from.
+        explain: gives the error when they end too early.
     """
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(
+        self, stream: trio.SocketStream, explain: Callable[[], Awaitable[LlamadError]]
+    ) -> None:
         self._stream = stream
+        self._explain = explain
         self._lines = LineBuffer(MAX_REPLY_BYTES)
 
     async def next_line(self) -> Line:
         """The next line, as JSON.
 
-        A checkpoint only where the line has not arrived; cancelled, nothing is lost.
+        A checkpoint; cancelled, nothing is lost.
 
         Raises:
             LlamadError: the line tells of an error, or the daemon went away.
         """
+        await trio.lowlevel.checkpoint()
         try:
             while (line := self._lines.pop()) is None:
                 data = await self._stream.receive_some(CHUNK_BYTES)
                 if not data:
-                    raise Disconnected
+                    raise await self._explain()
                 self._lines.push(data)
             reply = msgspec.json.decode(line)
         except trio.BrokenResourceError:
-            raise Disconnected from None
+            raise await self._explain() from None
         except (LineTooLong, msgspec.DecodeError, RecursionError) as error:
             raise InferenceError(f"the daemon's reply is no line of JSON: {error}") from None
         if not isinstance(reply, dict):
@@ -124,11 +168,13 @@ class RemoteSource:
         return self._completion
 
     async def next_event(self) -> ReplyEvent:
-        await trio.lowlevel.checkpoint_if_cancelled()
         while self._completion is None:
             event = await self._advance()
             if event is not None:
                 return event
+        await trio.lowlevel.checkpoint()
+        if self._is_closed:
+            raise trio.ClosedResourceError
         raise trio.EndOfChannel
 
     async def outcome(self) -> Completion:
@@ -167,8 +213,17 @@ def understood(read: Callable[[], T]) -> T:
     """
     try:
         return read()
-    except ProtocolError as error:
-        raise InferenceError(f"the daemon's reply is not understood: {error.reason}") from None
+    except InferenceError:
+        raise
+    except Exception as error:  # cattrs raises all kinds of them for data of a wrong shape
+        reason = error.reason if isinstance(error, ProtocolError) else repr(error)
+        raise InferenceError(f"the daemon's reply is not understood: {reason}") from error
+
+
+def _line(call: Call) -> bytes:
+    """A call as it is sent.  Unlike msgspec, `json` takes subclasses of `str` and `int`."""
+    data = json.dumps(encode_call(call), ensure_ascii=False, separators=(",", ":"))
+    return data.encode() + b"\n"
 
 
 def _reason(error: OSError | ValueError) -> str:

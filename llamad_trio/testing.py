@@ -13,6 +13,7 @@ on Trio's clock only, so under `trio.testing.MockClock(autojump_threshold=0)` (t
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import trio
 
+from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.actors.loading import compile_template
 from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.constraint import Constraint
-from llamad_trio.core.errors import SessionFatal
+from llamad_trio.core.engine_spec import EngineSpec
+from llamad_trio.core.errors import LlamadError, SessionFatal
 from llamad_trio.core.plan import (
     CompiledConstraint,
     Copy,
@@ -39,13 +42,14 @@ from llamad_trio.core.plan import (
 )
 from llamad_trio.core.runtime import ModelFacts
 from llamad_trio.engine import Engine, run_engine
+from llamad_trio.models import Models, open_models
 
 if TYPE_CHECKING:
     import llguidance
 
     from llamad_trio.llama.constraint import Compiler, Matcher
 
-__all__ = ["ScriptedModel", "open_scripted_engine"]
+__all__ = ["ScriptedModel", "open_scripted_engine", "open_scripted_models"]
 
 T = TypeVar("T")
 
@@ -281,7 +285,14 @@ class _ScriptedLane:
     async def hosted(self) -> AsyncIterator[None]:
         yield
 
-    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
+    async def run(
+        self,
+        job: Callable[[], T],
+        *,
+        abort: Callable[[], None],
+        engine: object = None,
+        weight: int = 1,
+    ) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         result = job()
         if isinstance(result, StepResult):
@@ -305,16 +316,62 @@ async def open_scripted_engine(
 
     Leaving the block, cancelling and crashes are as with `open_engine`.
     """
+    config = attrs.evolve(config or EngineConfig(), **overrides)
+    async with _scripted(model, config) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def _scripted(
+    model: ScriptedModel | Reply | Mapping[str, Reply] | Callable[[str], Reply],
+    config: EngineConfig,
+    name: str = "",
+    broadcast: Broadcast | None = None,
+) -> AsyncIterator[Engine]:
     if not isinstance(model, ScriptedModel):
         model = ScriptedModel(model)
-    config = attrs.evolve(config or EngineConfig(), **overrides)
     resolved = config.resolve(
         n_ctx_train=model.facts.n_ctx_train, n_cores=1, max_slots=config.n_slots
     )
     template = compile_template(model.facts)
     model.facts = attrs.evolve(model.facts, n_seqs=resolved.n_slots + 16)
-    async with run_engine(model, template, resolved, _ScriptedLane(model)) as engine:
+    lane = _ScriptedLane(model)
+    async with run_engine(
+        model, template, resolved, lane, name=name, broadcast=broadcast
+    ) as engine:
         yield engine
+
+
+@asynccontextmanager
+async def open_scripted_models(
+    models: Mapping[str, ScriptedModel | Reply | Mapping[str, Reply] | Callable[[str], Reply]],
+    specs: Mapping[str, EngineSpec] | None = None,
+    *,
+    load_s: float = 0.0,
+    **options: Any,
+) -> AsyncIterator[Models]:
+    """`open_models` on scripted models.
+
+    Args:
+        models: what is loaded, by `EngineSpec.model`: as for `open_scripted_engine`, or a
+            `LlamadError` with which the load fails.  It is looked into at each load.
+        specs: the models by name; `None` is one of each of `models`, by its name there.
+        load_s: seconds on Trio's clock that a load takes.
+        options: the other arguments of `open_models`.
+    """
+
+    @asynccontextmanager
+    async def opener(name: str, spec: EngineSpec, broadcast: Broadcast) -> AsyncIterator[Engine]:
+        await trio.sleep(load_s)
+        model = models[spec.model]
+        if isinstance(model, LlamadError):
+            raise copy.copy(model)
+        async with _scripted(model, spec.config, name, broadcast) as engine:
+            yield engine
+
+    specs = {name: EngineSpec(name) for name in models} if specs is None else specs
+    async with open_models(specs, opener=opener, **options) as opened:
+        yield opened
 
 
 class _Bytes:

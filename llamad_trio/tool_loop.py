@@ -18,7 +18,8 @@ from llamad_trio.core.completion import Completion
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
-from llamad_trio.engine import Engine, as_request
+from llamad_trio.engine import as_request
+from llamad_trio.engine_like import EngineLike
 
 __all__ = ["ToolRun", "run_tools"]
 
@@ -43,7 +44,7 @@ class ToolRun:
 
 
 async def run_tools(
-    engine: Engine, request: Request | str, *, max_rounds: int = 8, **fields: Any
+    engine: EngineLike, request: Request | str, *, max_rounds: int = 8, **fields: Any
 ) -> ToolRun:
     """Let a model call tools until it answers.
 

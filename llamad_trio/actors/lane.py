@@ -7,10 +7,13 @@ its barriers, and decoding loses 40 %.  So all compute goes through one thread.
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from queue import SimpleQueue
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -19,8 +22,17 @@ import trio
 from trio.lowlevel import RunVar
 
 from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.core.config import MAX_THREADS
+from llamad_trio.core.fields import optional, whole_number
+from llamad_trio.core.runtime import LaneLike
 
-__all__ = ["Lane", "shared_lane"]
+__all__ = ["Lane", "computing", "shared_lane"]
+
+logger = logging.getLogger("llamad_trio")
+
+HANDOVER_S = 0.002
+"""How long the thread waits for the next step of an engine whose turn is not over.  The
+engine has to apply the last one first: 0.3 ms, several when the machine is busy."""
 
 T = TypeVar("T")
 
@@ -55,6 +67,8 @@ class _Bell:
 class _Job(Generic[T]):
     function: Callable[[], T]
     bell: _Bell
+    engine: object
+    weight: int
     withdrawn: bool = False
     result: outcome.Outcome[T] | None = None
 
@@ -66,14 +80,24 @@ class _Job(Generic[T]):
 
 
 class Lane:
-    """One OS thread that computes, one job at a time, in the order they come.
+    """One OS thread that computes, one job at a time.
 
-    Engines on the same lane take turns, a step each, and each step may use all its
-    threads.  A lane belongs to one Trio run.
+    Engines on the same lane take turns: a step each, or as many as their `weight` says, and
+    each step may use all the lane's threads.  A lane belongs to one Trio run.
+
+    Args:
+        threads: with how many threads llama.cpp computes for the engines on it, unless
+            their config says otherwise; `None` is the physical cores.
+
+    Raises:
+        ProtocolError: `threads` is no integer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads: int | None = optional(whole_number("threads", 1, MAX_THREADS))(threads)
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        # Taken from the queue, but not yet begun.  Only the thread looks at it.
+        self._waiting: deque[_Job[Any]] = deque()
         self._idle_bells: list[_Bell] = []
         self._n_hosts = 0
         # Not a place in Trio's default limiter: a lane would hold it for good.
@@ -102,8 +126,21 @@ class Lane:
                 while not self._n_hosts and self._idle_bells:
                     self._idle_bells.pop().close()
 
-    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
+    async def run(
+        self,
+        job: Callable[[], T],
+        *,
+        abort: Callable[[], None],
+        engine: object = None,
+        weight: int = 1,
+    ) -> T:
         """Run `job` on the lane's thread and return what it returns or raise what it raises.
+
+        Args:
+            job: what to run.
+            abort: makes it end soon.
+            engine: whose job it is.
+            weight: how many jobs of this engine may be run before it is another's turn.
 
         A checkpoint.  When cancelled, calls `abort`, which should make the job end soon;
         waits for that, drops its result and raises `Cancelled`.  A job that has not
@@ -111,7 +148,7 @@ class Lane:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         bell = self._idle_bells.pop() if self._idle_bells else _Bell()
-        item = _Job(job, bell)
+        item = _Job(job, bell, engine, weight)
         self._jobs.put(item)
         try:
             await bell.rung()
@@ -136,8 +173,72 @@ class Lane:
 
     def _work(self) -> None:
         """The lane's thread."""
-        while (job := self._jobs.get()) is not None:
+        favoured: object = None
+        n_in_turn = 0
+        while (job := self._next(favoured)) is not None:
+            n_in_turn = n_in_turn + 1 if job.engine is favoured else 1
+            favoured = job.engine if n_in_turn < job.weight else None
             job.execute()
+
+    def _next(self, favoured: object) -> _Job[Any] | None:
+        """The oldest job, or that of an engine whose turn is not over; `None` to end."""
+        deadline = time.monotonic() + HANDOVER_S
+        while True:
+            for job in self._waiting:
+                if favoured is not None and job.engine is favoured:
+                    self._waiting.remove(job)
+                    return job
+            left_s = 0.0 if favoured is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                arrived = self._jobs.get(timeout=left_s if self._waiting else None)
+            except Empty:
+                return self._waiting.popleft()
+            if arrived is None:
+                return None
+            self._waiting.append(arrived)
+
+
+_in_use: RunVar[Counter[tuple[LaneLike, int]]] = RunVar("llamad_trio lanes in use")
+
+
+@contextmanager
+def computing(lane: LaneLike, n_threads: int, n_cores: int) -> Iterator[None]:
+    """Count an engine's threads inside the block, and warn when there are too many.
+
+    Args:
+        lane: where it computes.
+        n_threads: with how many threads.
+        n_cores: how many cores there are.
+    """
+    try:
+        in_use = _in_use.get()
+    except LookupError:
+        in_use = Counter()
+        _in_use.set(in_use)
+    before = _n_threads(in_use)
+    in_use[lane, n_threads] += 1
+    after = _n_threads(in_use)
+    if after > max(n_cores, before):
+        logger.warning(
+            "%d lanes compute with %d threads on %d cores: when they compute at once, llama.cpp's "
+            "threads wait for each other at every node of the graph, and a step takes up to twice "
+            "as long; let the n_threads of all lanes add up to the cores",
+            len({lane for lane, _ in +in_use}),
+            after,
+            n_cores,
+        )
+    try:
+        yield
+    finally:
+        in_use[lane, n_threads] -= 1
+
+
+def _n_threads(in_use: Counter[tuple[LaneLike, int]]) -> int:
+    """Threads that may compute at once: the most of any engine on each lane."""
+    most: dict[LaneLike, int] = {}
+    for lane, n_threads in +in_use:
+        most[lane] = max(most.get(lane, 0), n_threads)
+    return sum(most.values())
 
 
 _shared: RunVar[Lane] = RunVar("llamad_trio shared lane")

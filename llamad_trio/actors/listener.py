@@ -28,6 +28,7 @@ from llamad_trio.actors.unix_socket import (
 from llamad_trio.core.errors import Busy, InferenceError, LlamadError, ProtocolError
 from llamad_trio.core.events import Done
 from llamad_trio.core.limits import Limits
+from llamad_trio.info import DaemonStats, ModelStats
 from llamad_trio.wire.calls import (
     Call,
     CallId,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from llamad_trio.engine_like import EngineLike
     from llamad_trio.stream import EventStream, TokenStream
 
-__all__ = ["serve_unix"]
+__all__ = ["serve_listener", "serve_unix"]
 
 logger = logging.getLogger("llamad_trio")
 
@@ -94,12 +95,26 @@ async def serve_unix(
     if not isinstance(engines, Mapping):
         engines = {"default": engines}
     async with AsyncExitStack() as stack:
-        watcher = await stack.enter_async_context(open_hangup_watcher())
         if isinstance(path, socket.socket):
             path.setblocking(False)
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(path))
         else:
             listener = await stack.enter_async_context(listening(path))
+        await serve_listener(
+            engines, listener, default=default, limits=limits, task_status=task_status
+        )
+
+
+async def serve_listener(
+    engines: Mapping[str, EngineLike],
+    listener: trio.abc.Listener[trio.SocketStream],
+    *,
+    default: str | None = None,
+    limits: Limits | None = None,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """`serve_unix`, for connections that come by any way."""
+    async with open_hangup_watcher() as watcher:
         server = _Server(engines, default, limits or Limits(), watcher)
         task_status.started(None)
         await trio.serve_listeners(server.handle, [listener])
@@ -169,31 +184,44 @@ class _Server:
         """What there is to choose from."""
         default = self.name(None)
         return [
-            {
-                "name": name,
-                "default": name == default,
-                "description": engine.info.description,
-                "n_ctx": engine.config.n_ctx,
-                "n_slots": engine.config.n_slots,
-            }
+            {"name": name, "default": name == default, "state": state_of(engine)}
+            | (
+                {}
+                if (seen := _seen(engine)) is None
+                else {
+                    "description": seen.info.description,
+                    "n_ctx": seen.config.n_ctx,
+                    "n_slots": seen.config.n_slots,
+                }
+            )
             for name, engine in self.engines.items()
         ]
 
     def stats(self) -> Reply:
         """What `DaemonStats` is made of."""
-        return {
-            "uptime_s": trio.current_time() - self.started_at,
-            "connections": self.n_connections,
-            "default": self.name(None),
-            "models": {
-                name: {
-                    "info": unstructure(engine.info),
-                    "config": unstructure(engine.config),
-                    "stats": unstructure(engine.stats()),
-                }
-                for name, engine in self.engines.items()
-            },
-        }
+        seen = {name: _seen(engine) for name, engine in self.engines.items()}
+        return unstructure(
+            DaemonStats(
+                uptime_s=trio.current_time() - self.started_at,
+                connections=self.n_connections,
+                default=self.name(None),
+                models={name: model for name, model in seen.items() if model is not None},
+                states={name: state_of(engine) for name, engine in self.engines.items()},
+            )
+        )
+
+
+def state_of(engine: EngineLike) -> str:
+    """A model's state, as `Models.state`; an engine alone is ready or it is not."""
+    return str(getattr(engine, "state", "ready" if engine.is_open else "failed"))
+
+
+def _seen(engine: EngineLike) -> ModelStats | None:
+    """What is known of a model; `None` while it is not loaded."""
+    try:
+        return ModelStats(info=engine.info, config=engine.config, stats=engine.stats())
+    except LlamadError:
+        return None
 
 
 class _StreamTimeout(Exception):

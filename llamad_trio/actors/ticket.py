@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from itertools import count
 
 import attrs
@@ -12,6 +13,7 @@ import trio
 from llamad_trio.chat.conversation import Turn
 from llamad_trio.chat.reply import ReplyParser, new_call_id
 from llamad_trio.core.completion import Completion, is_cut_off
+from llamad_trio.core.engine_events import RequestKind
 from llamad_trio.core.errors import InferenceError, LlamadError
 from llamad_trio.core.request import Request
 from llamad_trio.core.scheduler import Finished
@@ -55,13 +57,16 @@ class Ticket:
         self.streams = streams
         self.holder = holder
         self.targets = targets
+        self.context = copy_context()  # its caller's, for whoever traces
+        self.submitted_at = trio.current_time()
         self.turn: Turn | None = None  # once it is prepared
+        self.prompt_tokens = 0  # once it is prepared
+        self.has_begun = False
         self.scores: Sequence[float] = ()
         self.error: LlamadError | None = None
         self._raw: Completion | None = None
         self._completion: Completion | None = None
         self._call_ids: list[str] = []
-        self._submitted_at = trio.current_time()
         self._first_token_at: float | None = None
         self._on_room = on_room
         self._behind = False
@@ -73,12 +78,36 @@ class Ticket:
         """How much text there is to prepare."""
         return self.request.n_chars
 
+    @property
+    def kind(self) -> RequestKind:
+        """What is asked for."""
+        if self.holder is not None:
+            return "prefill"
+        if self.targets:
+            return "score"
+        of_text = isinstance(self.request.prompt, str | None) and not self.request.raw
+        return "chat" if of_text else "completion"
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from submission to the first token; without one, to now."""
+        first = trio.current_time() if self._first_token_at is None else self._first_token_at
+        return first - self.submitted_at
+
     # -- the actors' side: never blocks -------------------------------------------------
 
-    def token_sampled(self) -> None:
-        """Note the time of the first token."""
-        if self._first_token_at is None:
+    def begin(self) -> bool:
+        """It is in a step.  True for the first."""
+        is_first = not self.has_begun
+        self.has_begun = True
+        return is_first
+
+    def token_sampled(self) -> bool:
+        """Note the time of the first token.  True for that one."""
+        is_first = self._first_token_at is None
+        if is_first:
             self._first_token_at = trio.current_time()
+        return is_first
 
     def put(self, text: str) -> bool:
         """Hand over a piece.  False when the reader has fallen behind."""
@@ -87,10 +116,8 @@ class Ticket:
             self._behind = True
         return not self._behind
 
-    def finish(self, finished: Finished) -> None:
-        """The request is complete."""
-        now = trio.current_time()
-        first = now if self._first_token_at is None else self._first_token_at
+    def finish(self, finished: Finished) -> Completion:
+        """The request is complete.  Returns its numbers; the text is not taken apart yet."""
         self.scores = finished.scores
         self._raw = Completion(
             text=finished.text,
@@ -99,11 +126,12 @@ class Ticket:
             finish_reason=finished.finish_reason,
             stop_sequence=finished.stop_sequence,
             cached_tokens=finished.cached_tokens,
-            ttft_s=first - self._submitted_at,
-            duration_s=now - self._submitted_at,
+            ttft_s=self.ttft_s,
+            duration_s=trio.current_time() - self.submitted_at,
             logprobs=None if self.request.logprobs is None else finished.logprobs,
         )
         self._end()
+        return self._raw
 
     def fail(self, error: LlamadError) -> None:
         """The request ended with an error."""

@@ -12,8 +12,9 @@ import click
 
 from llamad_trio.cli.pull import ensure_model
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.limits import Limits
-from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, ModelSpec, load_daemon_config
+from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.manifest import DEFAULT_MODEL, load_manifest
 
 __all__ = ["serve_command"]
@@ -58,5 +59,5 @@ def _config(model: str | None, file: str | None, socket: str | None) -> DaemonCo
         socket=socket or DEFAULT_SOCKET,
         default=name,
         limits=Limits(),
-        models={name: ModelSpec(model, EngineConfig.from_env())},
+        models={name: EngineSpec(model, EngineConfig.from_env())},
     )

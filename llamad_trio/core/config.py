@@ -90,6 +90,7 @@ class EngineConfig:
         prompt_cache_ram_bytes: RAM for prefixes that had to leave the pool; 0 is off.
         prompt_cache_dir: where prefixes are kept over a restart, with
         prompt_cache_disk_bytes: how much of the disk they may take; 0 is off.
+        weight: steps in a turn, on a lane that others compute on, too; 1-100.
         lane: the OS thread to compute on: `None` the one shared by default, `"own"` a
             new one, or a `Lane` of the application's.
         n_gpu_layers, split_mode, main_gpu, tensor_split, use_mmap, use_mlock,
@@ -128,6 +129,7 @@ class EngineConfig:
         default=0, metadata={CONVERT: whole_number("prompt_cache_disk_bytes", 0, MAX_BYTES)}
     )
     lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata={CONVERT: _lane})
+    weight: int = attrs.field(default=1, metadata={CONVERT: whole_number("weight", 1, 100)})
     n_gpu_layers: int = attrs.field(
         default=0, metadata={CONVERT: whole_number("n_gpu_layers", -1, MAX_INT)}
     )
@@ -174,6 +176,18 @@ class EngineConfig:
             else:
                 values[name] = value
         return cls(**values)
+
+    @classmethod
+    def merged(cls, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
+        """A config, by default the environment's, with some of its fields replaced.
+
+        Raises:
+            ProtocolError: an unknown field, or one of the wrong type.
+        """
+        unknown = sorted(set(overrides) - {field.name for field in attrs.fields(cls)})
+        if unknown:
+            raise ProtocolError(f"unknown config field {', '.join(unknown)}")
+        return attrs.evolve(config or cls.from_env(), **overrides)
 
     def resolve(self, *, n_ctx_train: int, n_cores: int, max_slots: int) -> EngineConfig:
         """Fill in what depends on the model and the machine.

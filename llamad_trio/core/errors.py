@@ -5,9 +5,13 @@ All derive from `LlamadError`, carry their fields as attributes, and pickle.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import attrs
+
+if TYPE_CHECKING:
+    from llamad_trio.core.restarts import Failure
 
 __all__ = [
     "Busy",
@@ -15,12 +19,15 @@ __all__ = [
     "ContextOverflow",
     "Disconnected",
     "EngineClosed",
+    "EngineCrashed",
     "IncompleteOutput",
     "InferenceError",
+    "InsufficientMemory",
     "LlamadError",
     "ModelLoadError",
     "PromptTooLong",
     "ProtocolError",
+    "RestartsExhausted",
     "SessionFatal",
     "SocketUnavailable",
     "UnsupportedFeature",
@@ -185,3 +192,61 @@ class ConfigError(LlamadError):
             if self.where
             else f"{self.path}: {self.reason}"
         )
+
+
+@attrs.define(auto_exc=True, str=False)
+class EngineCrashed(LlamadError):
+    """The process that an engine ran in has ended.
+
+    `status` is its exit status, or minus the number of the signal that killed it;
+    `last_log_lines` are what it wrote last on stderr.
+    """
+
+    status: int
+    last_log_lines: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        how = f"signal {-self.status}" if self.status < 0 else f"status {self.status}"
+        last = f"; its last words: {self.last_log_lines[-1]}" if self.last_log_lines else ""
+        return f"the engine's process ended with {how}{last}"
+
+
+@attrs.define(auto_exc=True, str=False)
+class RestartsExhausted(LlamadError):
+    """A model failed more often than its supervisor puts up with."""
+
+    model: str
+    failures: Sequence[Failure]
+
+    def __str__(self) -> str:
+        last = self.failures[-1].time_s if self.failures else 0.0
+        story = "; ".join(f"{last - f.time_s:.1f} s before: {f.error}" for f in self.failures)
+        return f"model {self.model!r} failed {len(self.failures)} times: {story}"
+
+
+def _copy(held_by: Mapping[str, int]) -> dict[str, int]:
+    return dict(held_by)
+
+
+@attrs.define(auto_exc=True, str=False)
+class InsufficientMemory(LlamadError):
+    """The model does not fit into the memory budget beside those that are loaded.
+
+    `required` and `available` are bytes, `held_by` the bytes that each model holds.
+    """
+
+    required: int
+    available: int
+    held_by: Mapping[str, int] = attrs.field(converter=_copy)
+
+    def __str__(self) -> str:
+        holders = ", ".join(f"{name} {_size(held)}" for name, held in self.held_by.items())
+        return (
+            f"insufficient memory: {_size(self.required)} are needed and {_size(self.available)} "
+            f"are left, held by {holders or 'nobody'}"
+        )
+
+
+def _size(n_bytes: int) -> str:
+    mib = n_bytes / 2**20
+    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"

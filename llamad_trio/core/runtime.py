@@ -105,8 +105,15 @@ class LaneLike(Protocol):
         """Keep the lane alive inside the block."""
         ...
 
-    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
-        """Run `job` on the lane.
+    async def run(
+        self,
+        job: Callable[[], T],
+        *,
+        abort: Callable[[], None],
+        engine: object = None,
+        weight: int = 1,
+    ) -> T:
+        """Run `job` on the lane: one of `engine`, which may have `weight` of them in a row.
 
         When cancelled, calls `abort` once if the job has begun, waits for it to end, and
         raises `Cancelled`; a job that has not begun never will.

@@ -212,6 +212,7 @@ class Scheduler:
         self._n_generated = 0
         self._old_samplers: list[int] = []
         self._wanted: set[int] = set()
+        self._preempted: list[int] = []
         self._short_of_cells = False
         self._arrivals = 0
         self._totals: Counter[str] = Counter()
@@ -276,6 +277,16 @@ class Scheduler:
     def n_running(self) -> int:
         """Requests that hold a slot and are still wanted."""
         return sum(not run.cancelled for run in self._running)
+
+    @property
+    def n_generated(self) -> int:
+        """Of the tokens in the last plan, those that had been generated, not prompted."""
+        return self._n_generated
+
+    def take_preempted(self) -> list[int]:
+        """Requests that were preempted since the last call, in order."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
 
     def stats(self) -> SchedulerStats:
         """A snapshot."""
@@ -536,6 +547,7 @@ class Scheduler:
         self._growth.pop(run.id, None)
         run.move(_State.WAITING)
         self._totals["preemptions"] += 1
+        self._preempted.append(run.id)
 
     def _leave_slot(self, run: _Run) -> None:
         self._running.remove(run)

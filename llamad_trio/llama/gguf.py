@@ -11,9 +11,11 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
+
 from llamad_trio.core.errors import ModelLoadError
 
-__all__ = ["refuse_deadly"]
+__all__ = ["Layout", "Tensor", "read_layout", "refuse_deadly"]
 
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -55,6 +57,17 @@ class _Reader:
             self._skip_items(self.unsigned("<I"), self.unsigned())
         else:
             self._pos += _SIZES[kind]
+
+    @property
+    def position(self) -> int:
+        """Bytes from the start of the file."""
+        return self._pos
+
+    def skip_array(self) -> int:
+        """Go past an array; return how many items it has."""
+        kind, count = self.unsigned("<I"), self.unsigned()
+        self._skip_items(kind, count)
+        return count
 
     def _skip_items(self, kind: int, count: int) -> None:
         if kind in _SIZES:
@@ -109,3 +122,123 @@ _UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
 
 def _can_write(byte: int, tokens: set[bytes]) -> bool:
     return b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens
+
+
+# -- where the tensors are ------------------------------------------------------------------
+
+_INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+
+# llama.cpp keeps a table of this many layers and of this many experts, and aborts the process
+# when a model has more.
+_MAX_LAYERS = 512
+_MAX_EXPERTS = 1024
+
+
+@attrs.frozen(kw_only=True)
+class Tensor:
+    """A tensor of a file: ggml's number for its type, its shape, and where its bytes are.
+
+    `end_bytes` is where the next one begins, so it includes what the file pads it with.
+    """
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    start_bytes: int
+    end_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Its size."""
+        return self.end_bytes - self.start_bytes
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """What a file's header says of its size.
+
+    Attributes:
+        tensors: in their order in the file.
+        n_tokens, n_merges: of the vocabulary.
+        n_files: how many files the model is split into, this one included.
+    """
+
+    tensors: tuple[Tensor, ...]
+    n_tokens: int
+    n_merges: int
+    n_files: int
+
+
+def read_layout(path: Path) -> Layout:
+    """Read where the tensors of a file are.  Reads the header only.
+
+    Raises:
+        ModelLoadError: the header is broken, the file ends before its tensors do, or it has
+            a number of layers or experts at which llama.cpp would abort the process.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            return _read_layout(_Reader(data), len(data))
+        except ValueError as error:
+            raise ModelLoadError(str(path), str(error)) from None
+        except (struct.error, KeyError, RecursionError, OverflowError):
+            raise ModelLoadError(str(path), "the header is broken or cut off") from None
+
+
+def _read_layout(reader: _Reader, file_bytes: int) -> Layout:
+    n_tensors, n_values = reader.unsigned(), reader.unsigned()
+    numbers = dict(_numbers(reader, n_values))
+    for key, number in numbers.items():
+        _refuse_abort(key, number)
+    infos = [_tensor_info(reader) for _ in range(n_tensors)]
+    alignment = numbers.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if alignment <= 0:
+        raise ValueError(f"the tensors are aligned to {alignment} bytes")
+    first = -(-reader.position // alignment) * alignment
+    infos.sort(key=lambda info: info[-1])
+    starts = [first + offset for *_, offset in infos]
+    if starts and starts[-1] > file_bytes:
+        raise ValueError("the file ends before its tensors do")
+    tensors = tuple(
+        Tensor(name=name, kind=kind, shape=shape, start_bytes=start, end_bytes=end)
+        for (name, shape, kind, _), start, end in zip(
+            infos, starts, [*starts[1:], file_bytes], strict=True
+        )
+    )
+    return Layout(
+        tensors=tensors,
+        n_tokens=numbers.get("tokenizer.ggml.tokens", 0),
+        n_merges=numbers.get("tokenizer.ggml.merges", 0),
+        n_files=max(1, numbers.get("split.count", 1)),
+    )
+
+
+def _numbers(reader: _Reader, n_values: int) -> Iterator[tuple[str, int]]:
+    """The integers among the values, and of arrays the length."""
+    for _ in range(n_values):
+        key, kind = reader.string().decode(errors="replace"), reader.unsigned("<I")
+        if kind in _INTEGERS:
+            yield key, reader.unsigned(_INTEGERS[kind])
+        elif kind == _ARRAY:
+            yield key, reader.skip_array()
+        else:
+            reader.skip(kind)
+
+
+def _refuse_abort(key: str, number: int) -> None:
+    if key.endswith(".block_count") and not 0 < number <= _MAX_LAYERS:
+        raise ValueError(f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}")
+    if key.endswith(".expert_count") and number > _MAX_EXPERTS:
+        raise ValueError(f"it has {number} experts, and llama.cpp takes {_MAX_EXPERTS}")
+
+
+def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type, and offset from where the tensors begin."""
+    name = reader.string().decode(errors="replace")
+    n_dimensions = reader.unsigned("<I")
+    if n_dimensions > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name!r} has {n_dimensions} dimensions")
+    shape = tuple(reader.unsigned() for _ in range(n_dimensions))
+    return name, shape, reader.unsigned("<I"), reader.unsigned()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from llamad_trio.core import errors
 from llamad_trio.core.errors import (
     Busy,
+    EngineClosed,
     InferenceError,
     LlamadError,
     PromptTooLong,
@@ -16,6 +18,8 @@ from llamad_trio.core.errors import (
 from llamad_trio.wire.converter import structure_known, unstructure
 
 __all__ = ["CLOSING", "error_from", "error_reply", "error_text"]
+
+logger = logging.getLogger("llamad_trio")
 
 CLOSING = "inference: the daemon is stopping"
 """What those are told whose request was under way."""
@@ -49,8 +53,8 @@ def error_from(reply: dict[str, object]) -> LlamadError:
     if kind is not None and isinstance(details, dict):
         try:
             error: LlamadError = structure_known(details, kind)
-        except ProtocolError:
-            pass  # of another version: its text is what is left
+        except Exception as failure:  # cattrs raises all kinds of them for data of a wrong shape
+            logger.debug("an error of another version: %r", failure)
         else:
             return error
     numbers = [int(number) for number in re.findall(r"\d{1,18}", text)]
@@ -62,4 +66,6 @@ def error_from(reply: dict[str, object]) -> LlamadError:
         return ProtocolError(text.removeprefix("invalid request: "))
     if text in {"empty request", "request too large", "read timeout"}:
         return ProtocolError(text)
+    if text == CLOSING:
+        return EngineClosed()
     return InferenceError(text.removeprefix("inference: "))

@@ -24,7 +24,14 @@ class SomeLane:
     def hosted(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def run(self, job: Callable[[], T], *, abort: Callable[[], None]) -> T:
+    async def run(
+        self,
+        job: Callable[[], T],
+        *,
+        abort: Callable[[], None],
+        engine: object = None,
+        weight: int = 1,
+    ) -> T:
         return job()
 
 

@@ -20,9 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError, ProtocolError
 from llamad_trio.core.limits import Limits
-from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, ModelSpec, load_daemon_config
+from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.manifest import load_manifest
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "daemon.toml"
@@ -89,8 +90,8 @@ def test_a_file_with_everything_is_read_in_full(write: Write, tmp_path: Path) ->
             max_request_bytes=2048, request_timeout_s=5.0, stream_timeout_s=7.5, max_connections=3
         ),
         models={
-            "small": ModelSpec("smollm2-135m", EngineConfig()),
-            "notes": ModelSpec(
+            "small": EngineSpec("smollm2-135m", EngineConfig()),
+            "notes": EngineSpec(
                 "/models/notes.gguf",
                 EngineConfig(
                     n_slots=2, lane="own", tensor_split=(1.0, 2.5), type_k="q8_0", flash_attn=True

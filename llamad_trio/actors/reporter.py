@@ -1,0 +1,193 @@
+"""Tells of one engine, as events on its broadcast.
+
+Decides what each event says.  While nobody listens, nothing is made or copied.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import trio
+
+from llamad_trio.actors.broadcast import Broadcast
+from llamad_trio.actors.ticket import Ticket
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.engine_events import (
+    EngineLoaded,
+    EngineStopped,
+    FirstToken,
+    PrefixReused,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    RequestStarted,
+    StepDone,
+)
+from llamad_trio.core.errors import LlamadError
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """One engine's way to its watchers.  No method blocks.
+
+    Args:
+        broadcast: where the events go.
+        engine: the name they carry.
+    """
+
+    def __init__(self, broadcast: Broadcast, engine: str) -> None:
+        self._broadcast = broadcast
+        self._engine = engine
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody listens."""
+        return self._broadcast.has_readers
+
+    def loaded(self, load_s: float) -> None:
+        """The engine takes requests."""
+        if self.is_heard:
+            self._broadcast.publish(
+                EngineLoaded(time=trio.current_time(), engine=self._engine, load_s=load_s)
+            )
+
+    def stopped(self, reason: str | None) -> None:
+        """The engine takes no requests any more."""
+        if self.is_heard:
+            self._broadcast.publish(
+                EngineStopped(time=trio.current_time(), engine=self._engine, reason=reason)
+            )
+
+    def queued(self, ticket: Ticket) -> None:
+        """A request was accepted."""
+        if self.is_heard:
+            self._broadcast.publish(
+                RequestQueued(
+                    time=trio.current_time(),
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    kind=ticket.kind,
+                )
+            )
+
+    def started(self, ticket: Ticket, cached_tokens: int) -> None:
+        """A request is in a step for the first time, behind `cached_tokens` of its prompt."""
+        if not self.is_heard:
+            return
+        now = trio.current_time()
+        self._broadcast.publish(
+            RequestStarted(
+                time=now,
+                engine=self._engine,
+                request_id=ticket.id,
+                queued_s=now - ticket.submitted_at,
+                prompt_tokens=ticket.prompt_tokens,
+            )
+        )
+        if cached_tokens:
+            self._broadcast.publish(
+                PrefixReused(
+                    time=now,
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    cached_tokens=cached_tokens,
+                )
+            )
+
+    def first_token(self, ticket: Ticket) -> None:
+        """A request has generated something."""
+        if self.is_heard:
+            self._broadcast.publish(
+                FirstToken(
+                    time=trio.current_time(),
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    ttft_s=ticket.ttft_s,
+                )
+            )
+
+    def preempted(self, ticket: Ticket) -> None:
+        """A running request waits again."""
+        if self.is_heard:
+            self._broadcast.publish(
+                RequestPreempted(
+                    time=trio.current_time(), engine=self._engine, request_id=ticket.id
+                )
+            )
+
+    def finished(self, ticket: Ticket, completion: Completion) -> None:
+        """A request is complete."""
+        if self.is_heard:
+            self._broadcast.publish(
+                RequestFinished(
+                    time=trio.current_time(),
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    kind=ticket.kind,
+                    duration_s=completion.duration_s,
+                    context=ticket.context,
+                    prompt_tokens=completion.prompt_tokens,
+                    generated_tokens=completion.generated_tokens,
+                    cached_tokens=completion.cached_tokens,
+                    finish_reason=completion.finish_reason,
+                    ttft_s=completion.ttft_s,
+                )
+            )
+
+    def failed(self, ticket: Ticket, error: LlamadError) -> None:
+        """A request ended with an error."""
+        if self.is_heard:
+            now = trio.current_time()
+            self._broadcast.publish(
+                RequestFailed(
+                    time=now,
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    kind=ticket.kind,
+                    duration_s=now - ticket.submitted_at,
+                    context=ticket.context,
+                    # The one that is raised gets a traceback, which no reader should keep alive.
+                    error=copy.copy(error),
+                )
+            )
+
+    def cancelled(self, ticket: Ticket) -> None:
+        """Whoever asked has left."""
+        if self.is_heard:
+            now = trio.current_time()
+            self._broadcast.publish(
+                RequestCancelled(
+                    time=now,
+                    engine=self._engine,
+                    request_id=ticket.id,
+                    kind=ticket.kind,
+                    duration_s=now - ticket.submitted_at,
+                    context=ticket.context,
+                )
+            )
+
+    def step_done(
+        self,
+        *,
+        duration_s: float,
+        decode_tokens: int,
+        prefill_tokens: int,
+        aborted: bool,
+        slots_in_use: int,
+    ) -> None:
+        """A step has ended."""
+        if self.is_heard:
+            self._broadcast.publish(
+                StepDone(
+                    time=trio.current_time(),
+                    engine=self._engine,
+                    duration_s=duration_s,
+                    decode_tokens=decode_tokens,
+                    prefill_tokens=prefill_tokens,
+                    aborted=aborted,
+                    slots_in_use=slots_in_use,
+                )
+            )

@@ -1,0 +1,63 @@
+"""What a model of several is: its file, its settings, when it is loaded and closed."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from typing import Any, Literal
+
+import attrs
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import number
+
+__all__ = ["EngineSpec", "Isolation", "Load"]
+
+Isolation = Literal["process"]
+Load = Literal["eager", "lazy"]
+
+YEAR_S = 365 * 86_400.0
+
+
+@attrs.frozen(init=False)
+class EngineSpec:
+    """One model of `open_models`.
+
+    Args:
+        model: path of a GGUF file, or the name of a known model that has been pulled.
+        config: settings; `None` takes them from the `LLAMAD_*` environment variables.
+        load: `"eager"` loads it at once, `"lazy"` when it is first asked.
+        unload_after_s: close it when it has been idle for so long, in seconds; it is loaded
+            again when it is asked.  `None` never closes it.
+        isolation: `"process"` runs it in a process of its own.
+        overrides: `EngineConfig` fields that replace the config's.
+
+    Raises:
+        ProtocolError: a setting of the wrong type, or an unknown one.
+    """
+
+    model: str
+    config: EngineConfig
+    load: Load
+    unload_after_s: float | None
+    isolation: Isolation | None
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        load: Load = "eager",
+        unload_after_s: float | None = None,
+        isolation: Isolation | None = None,
+        **overrides: Any,
+    ) -> None:
+        if load not in {"eager", "lazy"}:
+            raise ProtocolError(f'load must be "eager" or "lazy", not {load!r}')
+        if isolation not in {None, "process"}:
+            raise ProtocolError(f'isolation must be "process" or None, not {isolation!r}')
+        if unload_after_s is not None:
+            unload_after_s = number("unload_after_s", YEAR_S, 0.0, YEAR_S)(unload_after_s)
+        whole = EngineConfig.merged(config, overrides)
+        init = self.__attrs_init__  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
+        init(fspath(model), whole, load, unload_after_s, isolation)

@@ -1,0 +1,92 @@
+"""What runs in the process of an isolated engine: `python -m llamad_trio.isolated FD`.
+
+FD is one end of a socket pair.  The first line that comes through it says what to open;
+afterwards connections come through it, which speak the daemon's protocol.  What goes back
+are lines: the progress of the load, that the engine is ready, or the error that ended it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import threading
+import time
+
+import trio
+
+from llamad_trio.actors.handover import HandedOver
+from llamad_trio.actors.listener import serve_listener
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import LlamadError
+from llamad_trio.core.limits import Limits
+from llamad_trio.engine import open_engine
+from llamad_trio.wire.converter import structure
+from llamad_trio.wire.errors import error_reply
+from llamad_trio.wire.lines import LineBuffer
+from llamad_trio.wire.strict_json import decode_object, encode_line
+
+__all__ = ["main"]
+
+GRACE_S = 0.5
+"""How long this process may take to end after its parent has gone."""
+
+
+def main() -> None:
+    """Run the engine until the parent has gone or wants it no more."""
+    fd = int(sys.argv[1])
+    # A process that is stuck cannot see that its parent has gone; a thread of its own can.
+    threading.Thread(target=_end_with_parent, args=[os.dup(fd)], daemon=True).start()
+    trio.run(_serve, socket.socket(fileno=fd))
+
+
+def _end_with_parent(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, 0)  # hanging up is always reported
+    poll.poll()
+    time.sleep(GRACE_S)
+    os._exit(1)
+
+
+async def _serve(sock: socket.socket) -> None:
+    channel = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+    try:
+        order = await _first_line(channel)
+        config = structure(order["config"], EngineConfig)
+        progress = _Progress(sock)
+        async with open_engine(str(order["model"]), config, on_load=progress.tell) as engine:
+            await channel.send_all(encode_line({"ready": True}))
+            limits = Limits(
+                max_request_bytes=1 << 30, stream_timeout_s=86_400, max_connections=65_536
+            )
+            await serve_listener({"isolated": engine}, HandedOver(channel), limits=limits)
+    except (trio.EndOfChannel, trio.BrokenResourceError):
+        return  # the parent wants no more
+    except LlamadError as error:
+        await channel.send_all(encode_line(error_reply(error, is_original=False)))
+        raise
+
+
+async def _first_line(channel: trio.SocketStream) -> dict[str, object]:
+    lines = LineBuffer(None)
+    while (line := lines.pop()) is None:
+        data = await channel.receive_some()
+        if not data:
+            raise trio.EndOfChannel
+        lines.push(data)
+    return decode_object(line)
+
+
+class _Progress:
+    """Tells how far the load is.  A few short lines: they fit into the socket's buffer."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._fd = sock.fileno()
+
+    def tell(self, fraction: float) -> None:
+        os.write(self._fd, encode_line({"progress": fraction}))
+
+
+if __name__ == "__main__":
+    main()

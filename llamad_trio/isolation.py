@@ -1,0 +1,156 @@
+"""An engine in a process of its own, behind the interface of `Engine`.
+
+The two share a socket pair: connections go one way, what becomes of the engine comes back.
+Whatever the other process does, here it is a typed error.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from os import PathLike, fspath
+from socket import socketpair
+
+import trio
+
+from llamad_trio.actors.handover import Handover
+from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import Disconnected, EngineCrashed, InferenceError, LlamadError
+from llamad_trio.remote import RemoteEngine, stats_of
+from llamad_trio.remote_reply import RemoteReply
+from llamad_trio.wire.converter import unstructure
+from llamad_trio.wire.strict_json import encode_line
+
+__all__ = ["open_isolated_engine"]
+
+logger = logging.getLogger("llamad_trio")
+
+COMMAND = (sys.executable, "-m", "llamad_trio.isolated")
+
+GRACE_S = 5.0
+"""How long the process may take to end when it is told to, before it is killed: it may have
+prefixes to write to disk."""
+
+MAX_LOG_BYTES = 8 * 1024
+MAX_LOG_LINES = 20
+
+
+@asynccontextmanager
+async def open_isolated_engine(
+    model: str | PathLike[str],
+    config: EngineConfig,
+    on_load: Callable[[float], object] | None = None,
+) -> AsyncIterator[RemoteEngine]:
+    """Run an engine in a process of its own inside the block.
+
+    Arguments as for `open_engine`.  Leaving the block ends the process; so does the end of
+    this one, however it comes.  If the process ends by itself, the block ends with
+    `EngineCrashed`, and so do the requests that were under way.
+    """
+    async with _running() as child:
+        order = {"model": fspath(model), "config": unstructure(config)}
+        await child.channel.send_all(encode_line(order))
+        await child.wait_ready(on_load)
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(child.watch)
+            engine = RemoteEngine(child, None, await stats_of(child))
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+@asynccontextmanager
+async def _running() -> AsyncIterator[_Child]:
+    """The process, which does not outlive the block."""
+    ours, theirs = socketpair()
+    channel = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+    async with channel:
+        with theirs:
+            process = await trio.lowlevel.open_process(
+                [*COMMAND, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C is for the program, which ends its engines itself.
+                start_new_session=True,
+            )
+        child = _Child(process, channel)
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(child.keep_log)
+            try:
+                yield child
+            finally:
+                with shielded():
+                    await child.end()
+
+
+class _Child:
+    """The process of an isolated engine."""
+
+    def __init__(self, process: trio.Process, channel: trio.SocketStream) -> None:
+        self.channel = channel
+        self.has_gone = False
+        self._process = process
+        self._reports = RemoteReply(channel, self.explain)
+        self._handover = Handover(channel)
+        self._log = bytearray()
+        self._log_ended = trio.Event()
+
+    async def connect(self) -> trio.SocketStream:
+        """A connection to the engine.  Raises `Disconnected`."""
+        try:
+            return await self._handover.connect()
+        except trio.BrokenResourceError:
+            raise Disconnected from None
+
+    async def wait_ready(self, on_load: Callable[[float], object] | None) -> None:
+        """Wait until the engine is open.  Raises what kept it from that."""
+        while True:
+            report = await self._reports.next_line()
+            if "ready" in report:
+                return
+            progress = report.get("progress")
+            if on_load is not None and isinstance(progress, float | int):
+                on_load(float(progress))
+
+    async def watch(self) -> None:
+        """Wait until the engine ends, and raise why."""
+        await self._reports.next_line()
+        raise InferenceError("the engine's process says what it should not")
+
+    async def explain(self) -> LlamadError:
+        """Why the process hung up: how it ended, which it does soon if it has not yet."""
+        self.has_gone = True
+        with trio.move_on_after(GRACE_S):
+            await self._process.wait()
+        if self._process.returncode is None:
+            self._process.kill()
+        status = await self._process.wait()
+        with trio.move_on_after(GRACE_S):
+            await self._log_ended.wait()
+        lines = self._log.decode(errors="replace").splitlines()
+        return EngineCrashed(status, tuple(lines[-MAX_LOG_LINES:]))
+
+    async def keep_log(self) -> None:
+        """Keep the end of what the process writes on stderr."""
+        assert self._process.stderr is not None
+        async with self._process.stderr as log:
+            async for data in log:
+                self._log = (self._log + data)[-MAX_LOG_BYTES:]
+        self._log_ended.set()
+
+    async def end(self) -> None:
+        """End the process: it is told to, and killed if it does not."""
+        with trio.move_on_after(GRACE_S):
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self.channel.send_eof()
+            await self._process.wait()
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()

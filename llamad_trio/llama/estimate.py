@@ -1,0 +1,313 @@
+"""What an engine will take in memory, found out without its weights.
+
+The weights are added up from the file's header.  What a context takes, llama.cpp works out
+itself: it makes one for a model without weights, by the code that makes an engine's, and
+says in its log how large each buffer would be.  Its C interface has no function that tells.
+Knows nothing of what the machine has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
+from llamad_trio.core.memory import MemoryEstimate
+from llamad_trio.llama import backend, gguf
+from llamad_trio.llama.context import Context
+from llamad_trio.llama.model import Model, _check_file, _reason
+from llamad_trio.llama.runtime import LlamaRuntime
+
+__all__ = ["estimate"]
+
+MIB = 2**20
+
+# What no log tells, fitted to the growth of processes with vocabularies of 300 to 262,144
+# tokens, pools of 512 to 32,768 cells, and 1 to 8 slots.
+BASE_BYTES = 1_600_000
+VOCABULARY_BYTES = 190
+"""Of each token, and of each merge: its text as a string, in lists and in hash tables."""
+SAMPLER_BYTES = 4
+"""Of each token, in each slot."""
+CELL_BYTES = 120
+"""llama.cpp's own record of a cell, and its place in the trees that find it by position."""
+RESIDENT_TOKEN_BYTES = 40
+"""Of each token in the pool: the prompts it came from, and the index of prefixes."""
+SCORE_BYTES = 3
+"""Of each attention score where they are all computed at once: a copy in the type of the
+values, which grows with the text, and what that growth leaves behind in the heap."""
+
+
+def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
+    """What an engine with this model and config will take.
+
+    Blocks: some milliseconds, and for a large vocabulary a second.  Takes itself what the
+    vocabulary and the bookkeeping of the pool take, and gives it back.
+
+    Args:
+        path: the GGUF file; of a split model the first.
+        config: as the caller gave it.
+        n_cores: physical cores this process may use.
+
+    Raises:
+        ModelLoadError: missing, unreadable, no GGUF, unsupported.
+        UnsupportedFeature: the model cannot continue a text.
+    """
+    _check_file(path)
+    gguf.refuse_deadly(path)
+    layout = gguf.read_layout(path)
+    backend.start()
+    with _overheard() as heard:
+        runtime = _WeightlessRuntime(path, config, n_cores)
+        runtime.close()
+    said = b"".join(heard).decode(errors="replace")
+    pool, compute = _sizes(_POOL, said), _sizes(_COMPUTE, said)
+    if not pool or not compute:
+        raise UnsupportedFeature("a memory estimate", "this llama.cpp does not tell what it needs")
+    layouts = [layout, *map(gguf.read_layout, _other_files(path, layout.n_files))]
+    uses_mmap = config.use_mmap is not False
+    n_cells = sum(map(int, _CELLS.findall(said)))
+    return MemoryEstimate(
+        weights_bytes=sum(_weights_bytes(file.tensors, uses_mmap=uses_mmap) for file in layouts),
+        kv_bytes=sum(pool),
+        compute_bytes=sum(compute) + SCORE_BYTES * runtime.n_scores,
+        overhead_bytes=_overhead_bytes(layout, runtime.config, n_cells),
+    )
+
+
+def _overhead_bytes(layout: gguf.Layout, config: EngineConfig, n_cells: int) -> int:
+    assert config.n_ctx is not None
+    return (
+        BASE_BYTES
+        + VOCABULARY_BYTES * (layout.n_tokens + layout.n_merges)
+        + SAMPLER_BYTES * layout.n_tokens * config.n_slots
+        + CELL_BYTES * n_cells
+        + RESIDENT_TOKEN_BYTES * config.n_ctx
+        + (config.prompt_cache_ram_bytes if config.kv_cache else 0)
+    )
+
+
+# -- the context ----------------------------------------------------------------------------
+
+
+class _WeightlessModel(Model):
+    """A model of which llama.cpp has read all but the weights."""
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = config.n_gpu_layers
+        params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        params.no_alloc = True
+        with backend.captured_errors() as errors:
+            pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if not pointer:
+            raise ModelLoadError(str(path), _reason(errors))
+        self.pointer = pointer
+        self.path = path
+        self.vocab = lib.llama_model_get_vocab(pointer)
+        self.n_vocab = lib.llama_vocab_n_tokens(self.vocab)
+
+
+class _WeightlessRuntime(LlamaRuntime):
+    """A runtime that cannot compute: its context has been made, but has no memory."""
+
+    def __init__(self, path: Path, config: EngineConfig, n_cores: int) -> None:
+        with ExitStack() as undo:
+            self.model = _WeightlessModel(path, config)
+            undo.callback(self.model.close)
+            self.model.require_generation()
+            self.config = config.resolve(
+                n_ctx_train=self.model.n_ctx_train,
+                n_cores=n_cores,
+                max_slots=lib.llama_max_parallel_sequences(),
+            )
+            self._context = Context(self.model, self.config, self._n_seqs())
+            undo.pop_all()
+        self._samplers = {}
+        self.n_scores = self._n_scores()
+
+    def _n_scores(self) -> int:
+        """Attention scores that are held at once, beside those in llama.cpp's own account."""
+        config = self.config
+        if config.flash_attn is not False or config.type_v == "f32":
+            return 0
+        assert config.n_ctx is not None
+        n_head = max(0, int(lib.llama_model_n_head(self.model.pointer)))
+        return n_head * min(config.n_batch, config.n_ctx) * config.n_ctx
+
+
+# -- what llama.cpp says of it --------------------------------------------------------------
+
+# "llama_kv_cache: size = 90.00 MiB (4096 cells, ...", and alike of recurrent states.  Not the
+# size of their buffers, which is none.
+_POOL = re.compile(
+    r"^llama_(?:kv_cache|memory|dsv4)\w*: (?:.*, )?size = +([\d.]+) MiB", re.MULTILINE
+)
+_CELLS = re.compile(r"^llama_kv_cache\w*: size = .*\( *(\d+) cells", re.MULTILINE)
+_COMPUTE = re.compile(r"^.*(?:compute|output) buffer size = +([\d.]+) MiB", re.MULTILINE)
+
+
+def _sizes(pattern: re.Pattern[str], said: str) -> list[int]:
+    """The sizes in a log, in bytes."""
+    return [round(float(size) * MIB) for size in pattern.findall(said)]
+
+
+class _Ear(threading.local):
+    """What is heard on a thread that listens."""
+
+    heard: list[bytes] | None = None
+
+
+_ear = _Ear()
+_one_at_a_time = threading.Lock()
+_log_before = lib.llama_log_callback()
+
+
+@lib.llama_log_callback
+def _overhear(level: int, text: bytes, user_data: object) -> None:
+    if _ear.heard is not None:
+        _ear.heard.append(text)
+    _log_before(level, text, user_data)
+
+
+@contextmanager
+def _overheard() -> Iterator[list[bytes]]:
+    """Collect what llama.cpp logs on this thread inside the block; it is logged as before."""
+    with _one_at_a_time:
+        user_data = ctypes.c_void_p()
+        lib.llama_log_get(ctypes.byref(_log_before), ctypes.byref(user_data))
+        lib.llama_log_set(_overhear, user_data)
+        _ear.heard = []
+        try:
+            yield _ear.heard
+        finally:
+            _ear.heard = None
+            lib.llama_log_set(_log_before, user_data)
+
+
+# -- the weights ----------------------------------------------------------------------------
+
+
+def _other_files(path: Path, n_files: int) -> list[Path]:
+    """The files of a split model beside the first, which llama.cpp has found to be there."""
+    stem = path.name.removesuffix(f"-00001-of-{n_files:05}.gguf")
+    return [path.with_name(f"{stem}-{n:05}-of-{n_files:05}.gguf") for n in range(2, n_files + 1)]
+
+
+def _weights_bytes(tensors: Sequence[gguf.Tensor], *, uses_mmap: bool) -> int:
+    """What the tensors of a file will take.
+
+    With memory mapping, llama.cpp keeps the file's pages from the first to the last tensor
+    that it uses from there, also those between of which it makes a rearranged copy.
+    """
+    names = {tensor.name for tensor in tensors}
+    copied, in_place = [], []
+    for tensor in tensors:
+        # Without an output matrix, llama.cpp takes the embeddings for one, beside themselves.
+        is_shared = tensor.name == "token_embd.weight" and "output.weight" not in names
+        is_copied = _is_rearranged(tensor)
+        if is_copied:
+            copied.append(tensor)
+        if is_shared or not is_copied:
+            in_place.append(tensor)
+    n_copied = sum(tensor.n_bytes for tensor in copied)
+    if uses_mmap and in_place:
+        return n_copied + in_place[-1].end_bytes - in_place[0].start_bytes
+    return n_copied + sum(tensor.n_bytes for tensor in in_place)
+
+
+# -- which matrices llama.cpp rearranges ----------------------------------------------------
+
+_F32, _I32 = 0, 26
+_CPU = 0
+
+# What rows are taken from, not multiplied with.
+_LOOKED_UP = re.compile(r"(?:position_embd|token_types|per_layer_token_embd)\.weight")
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    )
+
+
+def _ggml(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    """A function of ggml, which the Python package loads but does not bind."""
+    function: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)((name, lib._lib))
+    return function
+
+
+_pointer, _size, _int64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_init = _ggml("ggml_init", _pointer, _InitParams)
+_free = _ggml("ggml_free", None, _pointer)
+_is_quantized = _ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
+_new_tensor_2d = _ggml("ggml_new_tensor_2d", _pointer, _pointer, ctypes.c_int, _int64, _int64)
+_new_tensor_3d = _ggml(
+    "ggml_new_tensor_3d", _pointer, _pointer, ctypes.c_int, _int64, _int64, _int64
+)
+_mul_mat = _ggml("ggml_mul_mat", _pointer, _pointer, _pointer, _pointer)
+_mul_mat_id = _ggml("ggml_mul_mat_id", _pointer, _pointer, _pointer, _pointer, _pointer)
+_alloc_tensors = _ggml("ggml_backend_alloc_ctx_tensors_from_buft", _pointer, _pointer, _pointer)
+_free_buffer = _ggml("ggml_backend_buffer_free", None, _pointer)
+_device = _ggml("ggml_backend_dev_by_type", _pointer, ctypes.c_int)
+_registry = _ggml("ggml_backend_dev_backend_reg", _pointer, _pointer)
+_function_of = _ggml("ggml_backend_reg_get_proc_address", _pointer, _pointer, ctypes.c_char_p)
+_supports = _ggml("ggml_backend_dev_supports_op", ctypes.c_bool, _pointer, _pointer)
+
+
+def _is_rearranged(tensor: gguf.Tensor) -> bool:
+    """Whether llama.cpp computes with a copy that is arranged for this processor."""
+    if len(tensor.shape) not in {2, 3} or _LOOKED_UP.fullmatch(tensor.name):
+        return False
+    n_in, n_out, *experts = tensor.shape
+    # Not the number of rows decides, but what it can be divided by.
+    return _can_rearrange(tensor.kind, n_in, 64 + n_out % 64, 2 if experts else 0)
+
+
+@functools.cache
+def _can_rearrange(kind: int, n_in: int, n_out: int, n_experts: int) -> bool:
+    """Ask the processor's backend as llama.cpp does: with a matrix, and a product to compute."""
+    if not _is_quantized(kind):
+        return False
+    device = _device(_CPU)
+    for kind_of_buffer in _special_buffers(device):
+        context = _init(_InitParams(2**16, None, True))
+        buffer = None
+        try:
+            if n_experts:
+                matrix = _new_tensor_3d(context, kind, n_in, n_out, n_experts)
+                buffer = _alloc_tensors(context, kind_of_buffer)
+                vectors = _new_tensor_3d(context, _F32, n_in, 1, 1)
+                chosen = _new_tensor_2d(context, _I32, 1, 1)
+                product = _mul_mat_id(context, matrix, vectors, chosen)
+            else:
+                matrix = _new_tensor_2d(context, kind, n_in, n_out)
+                buffer = _alloc_tensors(context, kind_of_buffer)
+                product = _mul_mat(context, matrix, _new_tensor_2d(context, _F32, n_in, 1))
+            if buffer and _supports(device, product):
+                return True
+        finally:
+            _free_buffer(buffer)
+            _free(context)
+    return False
+
+
+def _special_buffers(device: int) -> Iterator[int]:
+    """The kinds of buffers of the processor's backend in which matrices are rearranged."""
+    address = _function_of(_registry(device), b"ggml_backend_dev_get_extra_bufts")
+    if address:
+        kinds = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)(address)(device)
+        yield from itertools.takewhile(bool, kinds) if kinds else ()

@@ -1,0 +1,348 @@
+"""An engine in a process of its own: whatever becomes of that, here it is a typed error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llamad_trio import (
+    EngineClosed,
+    EngineCrashed,
+    EngineSpec,
+    InferenceError,
+    LlamadError,
+    ModelLoadError,
+    ProtocolError,
+    RemoteEngine,
+    RestartPolicy,
+    open_engine,
+    open_models,
+)
+from llamad_trio import isolation as isolation_module
+from tests.engine.support import ENDLESS, ONE_THREAD, must_not_run, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from llamad_trio import Engine
+
+ROOT = Path(__file__).parents[2]
+
+LIVING = """
+import ctypes, os, sys, threading, time
+import trio
+from llamad_trio import isolated
+
+def die():
+    {die}
+
+class Dies:
+    def __init__(self, engine): self._engine = engine
+    def __getattr__(self, name): return getattr(self._engine, name)
+    def stream(self, request): return dying(self._engine, request)
+
+import contextlib
+@contextlib.asynccontextmanager
+async def dying(engine, request):
+    async with engine.stream(request) as pieces:
+        class Pieces:
+            def __aiter__(self): return self
+            async def __anext__(self):
+                if len(pieces.text) > 20: die()
+                return await pieces.receive()
+        yield Pieces()
+
+serve = isolated.serve_listener
+async def serve_dying(engines, listener, **options):
+    await serve({{name: Dies(e) for name, e in engines.items()}}, listener, **options)
+isolated.serve_listener = serve_dying
+isolated.main()
+"""
+"""The process of an isolated engine that dies in the middle of a stream."""
+
+
+def children() -> list[int]:
+    """This process's children that have not been waited for."""
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+
+
+def exists(pid: int) -> bool:
+    """Whether the process runs: not a zombie either."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def n_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> object:
+    before = set(children())
+    yield
+    assert set(children()) <= before
+
+
+@pytest.fixture
+def child_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Run another program as the engine's process."""
+
+    def use(program: str) -> None:
+        script = tmp_path / "child.py"
+        script.write_text(program)
+        monkeypatch.setattr(isolation_module, "COMMAND", (sys.executable, str(script)))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    return use
+
+
+async def isolated_child(before: set[int]) -> int:
+    (pid,) = set(children()) - before
+    return pid
+
+
+# -- as an engine -------------------------------------------------------------------------
+
+
+async def test_it_says_what_the_engine_of_this_process_says(tiny: Engine, tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_ctx=8192) as engine:
+        assert isinstance(engine, RemoteEngine)
+        assert engine.info == tiny.info
+        assert engine.config == tiny.config
+        here = await tiny.complete("the cat", temperature=0, max_tokens=24)
+        there = await engine.complete("the cat", temperature=0, max_tokens=24)
+        assert (there.text, there.generated_tokens) == (here.text, here.generated_tokens)
+        async with engine.stream("the cat", temperature=0, max_tokens=24) as pieces:
+            assert "".join([piece async for piece in pieces]) == here.text
+    with pytest.raises(EngineClosed):
+        await engine.complete("x")
+
+
+async def test_progress_is_told_and_a_failed_load_is_its_error(tiny_path: Path) -> None:
+    told: list[float] = []
+    async with open_engine(
+        tiny_path, ONE_THREAD, isolation="process", on_load=lambda part: told.append(part)
+    ):
+        pass
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    with pytest.raises(ModelLoadError, match="no such file"):
+        async with open_engine(tiny_path.with_name("no.gguf"), isolation="process"):
+            must_not_run("opened")
+
+
+async def test_another_isolation_is_refused(tiny_path: Path) -> None:
+    with pytest.raises(ProtocolError):
+        open_engine(tiny_path, isolation="thread")  # type: ignore[call-overload]
+
+
+async def test_a_cancelled_load_leaves_nothing(tiny_path: Path) -> None:
+    for after_s in (0.0, 0.05, 0.3):
+        with trio.move_on_after(after_s):
+            async with open_engine(tiny_path, ONE_THREAD, isolation="process"):
+                await trio.sleep_forever()
+
+
+async def test_a_cancelled_request_frees_its_slot(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_slots=1) as engine:
+        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+        assert (await engine.complete("y", max_tokens=3)).generated_tokens == 3
+
+
+async def test_a_body_error_comes_out_as_itself(tiny_path: Path) -> None:
+    with pytest.raises(KeyError):
+        async with open_engine(tiny_path, ONE_THREAD, isolation="process"):
+            raise KeyError("mine")
+
+
+# -- when it ends ----------------------------------------------------------------------------
+
+
+async def test_a_killed_process_is_an_error_of_block_and_request(tiny_path: Path) -> None:
+    before = set(children())
+    with pytest.raises(EngineCrashed) as caught:
+        async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+            async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+                await pieces.receive()
+                os.kill(await isolated_child(before), signal.SIGKILL)
+                with pytest.raises(EngineCrashed) as of_request:
+                    async for _ in pieces:
+                        pass
+                assert of_request.value.status == -signal.SIGKILL
+                assert not engine.is_open
+            await trio.sleep_forever()
+    assert caught.value.status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("die", "status"),
+    [
+        ("ctypes.string_at(8)", -signal.SIGSEGV),
+        ("os.abort()", -signal.SIGABRT),
+        ("os._exit(0)", 0),
+        ("print('last words', file=sys.stderr, flush=True); os._exit(3)", 3),
+    ],
+)
+async def test_however_it_dies_in_mid_stream(
+    tiny_path: Path, child_of: Callable[[str], None], die: str, status: int
+) -> None:
+    child_of(LIVING.format(die=die))
+    with pytest.raises(EngineCrashed) as caught:
+        async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+            async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+                with pytest.raises(EngineCrashed):
+                    async for _ in pieces:
+                        pass
+            await trio.sleep_forever()
+    assert caught.value.status == status
+    if status == 3:
+        assert caught.value.last_log_lines[-1] == "last words"
+        assert "last words" in str(caught.value)
+
+
+async def test_a_process_that_hangs_is_killed_when_the_block_ends(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
+    before = set(children())
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+        os.kill(await isolated_child(before), signal.SIGSTOP)
+        with trio.move_on_after(0.2) as scope:
+            await engine.complete("x")
+        assert scope.cancelled_caught
+
+
+GARBAGE = [
+    "os.write(fd, b'\\xff\\xfe garbage\\n' * 100); time.sleep(60)",
+    "os.write(fd, b'[1, 2]\\n'); time.sleep(60)",
+    'os.write(fd, b\'{"ready": true}\\n{"ready": true}\\n\'); time.sleep(60)',
+    'os.write(fd, b\'{"error": 5, "type": [], "details": {}}\\n\'); time.sleep(60)',
+    "os.close(fd); time.sleep(60)",
+    "sys.exit(0)",
+    "\nwhile True: os.write(fd, b'x' * 65536)",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_garbage_is_a_typed_error(
+    tiny_path: Path,
+    child_of: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    garbage: str,
+) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
+    child_of(f"import os, sys, time\nfd = int(sys.argv[1])\n{garbage}\n")
+    with pytest.raises((EngineCrashed, InferenceError)):
+        async with open_engine(tiny_path, isolation="process"):
+            must_not_run("opened")
+
+
+async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        import trio
+        from pathlib import Path
+        from llamad_trio import open_engine
+        from tests.engine.test_isolation import children
+
+        async def main():
+            async with open_engine({str(tiny_path)!r}, isolation="process", n_threads=1) as eng:
+                async with eng.stream("x", max_tokens=10**6) as pieces:
+                    await pieces.receive()
+                    print(*children(), flush=True)
+                    await trio.sleep_forever()
+
+        trio.run(main)
+        """
+    )
+    parent = await trio.lowlevel.open_process(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    (pid,) = map(int, (await parent.stdout.receive_some()).split())
+    assert exists(pid)
+    parent.kill()
+    killed_at = time.monotonic()
+    await parent.wait()
+    await until(lambda: not exists(pid))
+    # Promised is a second; a busy machine may take longer to run those who have to end.
+    assert time.monotonic() - killed_at < 10
+
+
+# -- supervised ----------------------------------------------------------------------------
+
+
+async def test_a_crash_is_one_models_affair_and_it_comes_back(tiny_path: Path) -> None:
+    specs = {
+        "apart": EngineSpec(tiny_path, ONE_THREAD, isolation="process"),
+        "here": EngineSpec(tiny_path, ONE_THREAD),
+    }
+    policy = RestartPolicy(first_delay_s=0.01)
+    before = set(children())
+    async with open_models(specs, restart=policy) as models:
+        await models.wait_ready("apart")
+        pid = await isolated_child(before)
+        async with models["here"].stream("x", max_tokens=ENDLESS) as beside:
+            with pytest.raises(EngineCrashed):
+                async with models["apart"].stream("x", max_tokens=ENDLESS) as pieces:
+                    await pieces.receive()
+                    os.kill(pid, signal.SIGKILL)
+                    await pieces.result()
+            done = await models["apart"].complete("x", max_tokens=3)
+            assert done.generated_tokens == 3
+            await beside.receive()
+
+
+SCRIPTED = """
+from contextlib import asynccontextmanager
+from llamad_trio import isolated
+from llamad_trio.testing import open_scripted_engine
+
+@asynccontextmanager
+async def opener(model, config, on_load=None):
+    async with open_scripted_engine("hello") as engine:
+        yield engine
+
+isolated.open_engine = opener
+isolated.main()
+"""
+"""The process of an isolated engine whose model is scripted: there at once."""
+
+
+@pytest.mark.parametrize("n", [4, pytest.param(200, marks=pytest.mark.slow)])
+async def test_restarts_leak_nothing(
+    child_of: Callable[[str], None], n: int, tmp_path: Path
+) -> None:
+    child_of(SCRIPTED)
+    policy = RestartPolicy(first_delay_s=0.0, max_restarts=1000)
+    before = set(children())
+    fds = []
+    specs = {"a": EngineSpec(tmp_path / "scripted", isolation="process")}
+    async with open_models(specs, restart=policy) as models:
+        for _ in range(n):
+            assert await models.complete_text("x") == "hello"
+            fds.append(n_fds())
+            os.kill(await isolated_child(before), signal.SIGKILL)
+            with contextlib.suppress(LlamadError):
+                while True:
+                    await models.complete("x")
+                    await trio.sleep(0.01)
+    assert max(fds[2:]) <= max(fds[:2])
