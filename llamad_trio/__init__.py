@@ -14,10 +14,28 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llamad_trio.actors.broadcast import EventReader
     from llamad_trio.actors.lane import Lane
     from llamad_trio.actors.listener import serve_unix
     from llamad_trio.core.completion import Choice, Completion, TokenLogprob
     from llamad_trio.core.config import EngineConfig
+    from llamad_trio.core.engine_events import (
+        EngineEvent,
+        EngineFailed,
+        EngineLoaded,
+        EngineRestarted,
+        EngineStopped,
+        FirstToken,
+        Lagged,
+        PrefixReused,
+        RequestCancelled,
+        RequestFailed,
+        RequestFinished,
+        RequestPreempted,
+        RequestQueued,
+        RequestStarted,
+        StepDone,
+    )
     from llamad_trio.core.engine_spec import EngineSpec
     from llamad_trio.core.errors import (
         Busy,
@@ -28,6 +46,7 @@ if TYPE_CHECKING:
         EngineCrashed,
         IncompleteOutput,
         InferenceError,
+        InsufficientMemory,
         LlamadError,
         ModelLoadError,
         PromptTooLong,
@@ -52,6 +71,7 @@ if TYPE_CHECKING:
     from llamad_trio.engine import Engine, open_engine
     from llamad_trio.engine_like import EngineLike
     from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+    from llamad_trio.memory import MemoryEstimate, estimate_memory
     from llamad_trio.models import Model, Models, open_models
     from llamad_trio.remote import RemoteEngine, connect, daemon_stats
     from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
@@ -72,33 +92,51 @@ __all__ = [
     "EngineClosed",
     "EngineConfig",
     "EngineCrashed",
+    "EngineEvent",
+    "EngineFailed",
     "EngineLike",
+    "EngineLoaded",
+    "EngineRestarted",
     "EngineSpec",
     "EngineStats",
+    "EngineStopped",
+    "EventReader",
     "EventStream",
+    "FirstToken",
     "IncompleteOutput",
     "InferenceError",
+    "InsufficientMemory",
+    "Lagged",
     "Lane",
     "Limits",
     "LlamadError",
+    "MemoryEstimate",
     "Message",
     "Model",
     "ModelInfo",
     "ModelLoadError",
     "ModelStats",
     "Models",
+    "PrefixReused",
     "PrefixStatus",
     "PromptTooLong",
     "ProtocolError",
     "ReasoningDelta",
     "RemoteEngine",
     "Request",
+    "RequestCancelled",
+    "RequestFailed",
+    "RequestFinished",
+    "RequestPreempted",
+    "RequestQueued",
+    "RequestStarted",
     "RestartPolicy",
     "RestartsExhausted",
     "Segment",
     "Session",
     "SessionFatal",
     "SocketUnavailable",
+    "StepDone",
     "StreamEvent",
     "SuffixStatus",
     "TextDelta",
@@ -112,6 +150,7 @@ __all__ = [
     "UnsupportedFeature",
     "connect",
     "daemon_stats",
+    "estimate_memory",
     "open_engine",
     "open_models",
     "run_tools",
@@ -119,9 +158,27 @@ __all__ = [
 ]
 
 _HOMES = {
+    "actors.broadcast": ("EventReader",),
     "actors.lane": ("Lane",),
     "core.completion": ("Choice", "Completion", "TokenLogprob"),
     "core.config": ("EngineConfig",),
+    "core.engine_events": (
+        "EngineEvent",
+        "EngineFailed",
+        "EngineLoaded",
+        "EngineRestarted",
+        "EngineStopped",
+        "FirstToken",
+        "Lagged",
+        "PrefixReused",
+        "RequestCancelled",
+        "RequestFailed",
+        "RequestFinished",
+        "RequestPreempted",
+        "RequestQueued",
+        "RequestStarted",
+        "StepDone",
+    ),
     "core.engine_spec": ("EngineSpec",),
     "core.errors": (
         "Busy",
@@ -132,6 +189,7 @@ _HOMES = {
         "EngineCrashed",
         "IncompleteOutput",
         "InferenceError",
+        "InsufficientMemory",
         "LlamadError",
         "ModelLoadError",
         "PromptTooLong",
@@ -157,6 +215,7 @@ _HOMES = {
     "engine": ("Engine", "open_engine"),
     "engine_like": ("EngineLike",),
     "info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
+    "memory": ("MemoryEstimate", "estimate_memory"),
     "models": ("Model", "Models", "open_models"),
     "remote": ("RemoteEngine", "connect", "daemon_stats"),
     "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),

@@ -286,6 +286,7 @@ class Models(Mapping[str, "Model"]):
             self._policy,
             inf if spec.unload_after_s is None else spec.unload_after_s,
             self._broadcast,
+            loads_on_request=spec.load == "lazy",
         )
         if spec.load == "eager":
             supervisor.want()

@@ -48,7 +48,7 @@ async def choose(engine: Engine, request: Request, options: Sequence[str]) -> Ch
     weights = [math.exp(value - best) for value in scores]
     index = scores.index(best)
     total = sum(weights)
-    return Choice(text=texts[index], index=index, probabilities=[w / total for w in weights])
+    return Choice(text=texts[index], index=index, probabilities=tuple(w / total for w in weights))
 
 
 def _checked(name: str, texts: Sequence[str]) -> list[str]:

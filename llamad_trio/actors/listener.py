@@ -25,8 +25,14 @@ from llamad_trio.actors.unix_socket import (
     open_hangup_watcher,
     peer_is_trusted,
 )
-from llamad_trio.core.errors import Busy, InferenceError, LlamadError, ProtocolError
-from llamad_trio.core.events import Done
+from llamad_trio.core.errors import (
+    Busy,
+    InferenceError,
+    LlamadError,
+    ProtocolError,
+    UnsupportedFeature,
+)
+from llamad_trio.core.events import Done, TextDelta
 from llamad_trio.core.limits import Limits
 from llamad_trio.info import DaemonStats, ModelStats
 from llamad_trio.wire.calls import (
@@ -37,6 +43,7 @@ from llamad_trio.wire.calls import (
     CountTokens,
     Detokenize,
     Generate,
+    Metrics,
     Models,
     Ping,
     Render,
@@ -53,7 +60,7 @@ from llamad_trio.wire.strict_json import encode_line
 if TYPE_CHECKING:
     from llamad_trio.core.completion import Completion
     from llamad_trio.engine_like import EngineLike
-    from llamad_trio.stream import EventStream, TokenStream
+    from llamad_trio.watch.prometheus import EngineMetrics
 
 __all__ = ["serve_listener", "serve_unix"]
 
@@ -74,6 +81,7 @@ async def serve_unix(
     *,
     default: str | None = None,
     limits: Limits | None = None,
+    metrics: EngineMetrics | None = None,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Answer on a Unix socket until cancelled.
@@ -84,6 +92,7 @@ async def serve_unix(
         path: where to listen, with mode 0600; or a socket that listens already.
         default: the model of requests that name none; else the first.
         limits: what clients may do.
+        metrics: what `{"op": "metrics"}` tells; its `run` is the caller's affair.
         task_status: for `nursery.start`, which returns when clients can connect.
 
     Cancelled, it stops accepting, stops the work of its clients, tells those whose request
@@ -101,7 +110,12 @@ async def serve_unix(
         else:
             listener = await stack.enter_async_context(listening(path))
         await serve_listener(
-            engines, listener, default=default, limits=limits, task_status=task_status
+            engines,
+            listener,
+            default=default,
+            limits=limits,
+            metrics=metrics,
+            task_status=task_status,
         )
 
 
@@ -111,11 +125,12 @@ async def serve_listener(
     *,
     default: str | None = None,
     limits: Limits | None = None,
+    metrics: EngineMetrics | None = None,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """`serve_unix`, for connections that come by any way."""
     async with open_hangup_watcher() as watcher:
-        server = _Server(engines, default, limits or Limits(), watcher)
+        server = _Server(engines, default, limits or Limits(), metrics, watcher)
         task_status.started(None)
         await trio.serve_listeners(server.handle, [listener])
 
@@ -127,6 +142,7 @@ class _Server:
     engines: Mapping[str, EngineLike]
     default: str | None
     limits: Limits
+    metrics: EngineMetrics | None
     watcher: HangupWatcher
     n_connections: int = 0
     started_at: float = attrs.field(factory=trio.current_time)
@@ -242,13 +258,19 @@ class _Client:
         self._scope = scope
         self._calls: dict[CallId, trio.CancelScope] = {}
         self._n_calls = 0
+        # Those of calls under way, and of replies that wait to be sent.
+        self._tasks = trio.Semaphore(2 * MAX_CALLS)
 
     async def answer_calls(self) -> None:
         """Answer until the client has all it asked for."""
         goes_on = True
         is_first = True
+        is_refused = False
         async with trio.open_nursery() as nursery:
             while goes_on and not self._connection.at_end:
+                # A client that takes no replies is not listened to.
+                await self._tasks.acquire()
+                self._tasks.release()
                 try:
                     line = await self._connection.next_line(is_first=is_first)
                 except trio.Cancelled:
@@ -257,17 +279,21 @@ class _Client:
                     raise
                 except (ReadTimeout, RequestTooLarge) as error:
                     await self._refuse(_REFUSALS[type(error)])
-                    await self._connection.linger()
-                    return
+                    goes_on, is_refused = False, True
+                    continue
                 if line is None:
                     return
                 call = await self._call(line)
                 if call is not None:
                     goes_on = call.keep
+                    self._tasks.acquire_nowait()
                     nursery.start_soon(self._answer, call)
                 elif is_first:
                     return
                 is_first = False
+        # Not before those under way have their replies: it ends the sending side.
+        if is_refused:
+            await self._connection.linger()
 
     async def _call(self, line: bytes) -> Call | None:
         """What a line asks for; `None` for one that was refused."""
@@ -278,12 +304,21 @@ class _Client:
             return await self._server.decode(line)
         except ProtocolError as error:
             await self._refuse(str(error))
-            return None
+        except Exception:  # such as a MemoryError: the other clients are served
+            logger.exception("a request could not be read")
+            await self._send(error_reply(_UNEXPECTED, is_original=True))
+        return None
 
     async def _refuse(self, text: str) -> None:
         await self._send({"error": text})
 
     async def _answer(self, call: Call) -> None:
+        try:
+            await self._answer_it(call)
+        finally:
+            self._tasks.release()
+
+    async def _answer_it(self, call: Call) -> None:
         head: Reply = {} if call.id is None else {"id": call.id}
         is_original = isinstance(call, Generate) and call.is_original
         with unlimited() as scope:
@@ -335,6 +370,10 @@ class _Client:
                 reply = {"models": server.models()}
             case Stats():
                 reply = server.stats()
+            case Metrics():
+                if server.metrics is None:
+                    raise UnsupportedFeature("metrics", "this server counts none")
+                reply = {"metrics": (await server.metrics.scrape()).decode()}
             case Cancel():
                 wanted = None if call.id is None else self._calls.get(call.id)
                 if wanted is not None:
@@ -372,19 +411,18 @@ class _Client:
 
     async def _stream(self, engine: EngineLike, call: Generate, head: Reply) -> Completion:
         timeout_s = self._server.limits.stream_timeout_s
-        parts: TokenStream | EventStream
         with trio.move_on_after(timeout_s) as patience:
-            opened = engine.stream_events if call.events else engine.stream
-            async with opened(call.request) as parts:
-                async for part in parts:
-                    if isinstance(part, Done):
-                        return part.completion
-                    # The client has time of its own to read.
-                    patience.deadline = math.inf
-                    line = {"token": part} if isinstance(part, str) else event_reply(part)
-                    await self._send(head | line)
+            # Whatever is generated counts as progress, also what only events tell.
+            async with engine.stream_events(call.request) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        return event.completion
+                    if call.events or isinstance(event, TextDelta):
+                        # The client has time of its own to read.
+                        patience.deadline = math.inf
+                        await self._send(head | event_reply(event))
                     patience.deadline = trio.current_time() + timeout_s
-                return await parts.result()
+                return await events.result()
         raise _StreamTimeout
 
     async def _send(self, reply: Reply) -> None:

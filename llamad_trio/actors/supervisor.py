@@ -9,8 +9,8 @@ import copy
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import trio
@@ -49,6 +49,7 @@ class Supervisor:
         policy: what happens when that fails.
         unload_after_s: how long it may be idle before it is closed; infinity never closes it.
         broadcast: is told of failures and restarts.
+        loads_on_request: whether a request has it loaded again when that failed before.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Supervisor:
         policy: RestartPolicy,
         unload_after_s: float,
         broadcast: Broadcast,
+        *,
+        loads_on_request: bool = False,
     ) -> None:
         self.name = name
         self.state: ModelState = "unloaded"
@@ -65,6 +68,7 @@ class Supervisor:
         self._book = RestartBook(policy, random.random)
         self._unload_after_s = unload_after_s
         self._broadcast = broadcast
+        self._loads_on_request = loads_on_request
         self._engine: EngineLike | None = None
         self._error: LlamadError | None = None  # why it failed to load
         self._is_wanted = False
@@ -106,17 +110,11 @@ class Supervisor:
             LlamadError: it could not be loaded.
             EngineClosed: the model was removed.
         """
-        await self.wait_ready(want=True)
-        engine = self.engine
-        self._n_uses += 1
-        self._ready.deadline = math.inf
-        ready = self._ready
-        try:
-            yield engine
-        finally:
-            self._n_uses -= 1
-            if self._n_uses == 0 and ready is self._ready:
-                ready.deadline = trio.current_time() + self._unload_after_s
+        if self._loads_on_request and not self._is_alive:
+            self._error = None
+        with self._used():
+            await self.wait_ready(want=True)
+            yield self.engine
 
     async def wait_ready(self, *, want: bool) -> None:
         """Wait until the engine is ready.
@@ -126,15 +124,16 @@ class Supervisor:
 
         A checkpoint where it waits.  Raises as `in_use`.
         """
-        while not self.is_ready:
-            if self._is_removed:
-                raise EngineClosed
-            if self._error is not None:
-                raise copy.copy(self._error)
-            if want and not self._is_wanted:
-                self._is_wanted = True
-                self._notify()
-            await self._changed.wait()
+        with self._used():
+            while not self.is_ready:
+                if self._is_removed:
+                    raise EngineClosed
+                if self._error is not None:
+                    raise copy.copy(self._error)
+                if want and not self._is_wanted:
+                    self._is_wanted = True
+                    self._notify()
+                await self._changed.wait()
 
     async def load(self) -> None:
         """Have it loaded, also if that failed before, and wait.  Raises as `in_use`."""
@@ -173,6 +172,7 @@ class Supervisor:
                     await self._live()
                 self._is_alive = self._is_wanted = False
                 self._become("unloaded" if self._error is None else "failed")
+                logger.info("%s is closed", self.name)
         finally:
             self._is_removed = True
             self._is_alive = False
@@ -213,7 +213,10 @@ class Supervisor:
 
     def _tell_failed(self, error: Exception) -> None:
         if self._broadcast.has_readers:
-            known = error if isinstance(error, LlamadError) else InferenceError(repr(error))
+            # A copy: readers are not to keep the traceback alive.
+            known = (
+                copy.copy(error) if isinstance(error, LlamadError) else InferenceError(repr(error))
+            )
             now = trio.current_time()
             self._broadcast.publish(EngineFailed(time=now, engine=self.name, error=known))
 
@@ -228,8 +231,10 @@ class Supervisor:
         )
 
     async def _serve(self, engine: EngineLike) -> None:
-        with trio.move_on_after(self._unload_after_s) as self._ready:
+        with unlimited() as self._ready:
             self._engine = engine
+            self._set_deadline()
+            logger.info("%s is ready", self.name)
             self._become("ready")
             try:
                 await trio.sleep_forever()
@@ -237,6 +242,21 @@ class Supervisor:
                 self._engine = None
                 is_orderly = self._ready.cancel_called or self._life.cancel_called
                 self._become("unloaded" if is_orderly else "backing off")
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Inside the block it is not idle: whoever waits for it uses it already."""
+        self._n_uses += 1
+        self._set_deadline()
+        try:
+            yield
+        finally:
+            self._n_uses -= 1
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        idle_until = trio.current_time() + self._unload_after_s
+        self._ready.deadline = math.inf if self._n_uses else idle_until
 
     def _become(self, state: ModelState) -> None:
         self.state = state

@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from llamad_trio.cli.bench import bench_command
+from llamad_trio.cli.chat import chat_command
 from llamad_trio.cli.complete import complete_command
 from llamad_trio.cli.inspect import inspect_command
 from llamad_trio.cli.pull import models_command, pull_command
@@ -30,6 +31,7 @@ def command_line() -> None:
 
 
 command_line.add_command(complete_command)
+command_line.add_command(chat_command)
 command_line.add_command(serve_command)
 command_line.add_command(top_command)
 command_line.add_command(pull_command)

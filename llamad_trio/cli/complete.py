@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llamad_trio.cli.options import engine_options, sampling_options
 from llamad_trio.cli.pull import ensure_model
 from llamad_trio.manifest import DEFAULT_MODEL
 
@@ -21,24 +22,8 @@ __all__ = ["complete_command"]
 
 @click.command("complete")
 @click.argument("prompt", required=False)
-@click.option(
-    "--model",
-    "-m",
-    help=f"A known model, or a GGUF file; with --socket, one of the daemon's.  [{DEFAULT_MODEL}]",
-)
-@click.option("--socket", help="Ask the daemon that listens there.")
-@click.option("--system", "-s", help="A system message.")
-@click.option("--max-tokens", "-n", type=int, help="Most tokens to generate.")
-@click.option("--temperature", "-t", type=float, help="0 is greedy.")
-@click.option("--top-k", type=int, help="Keep the k likeliest tokens.")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability.")
-@click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.")
-@click.option("--repeat-penalty", type=float, help="1 is off.")
-@click.option("--repeat-last-n", type=int, help="Tokens the penalties look back on; -1 is all.")
-@click.option("--presence-penalty", type=float)
-@click.option("--frequency-penalty", type=float)
-@click.option("--seed", type=int, help="Same seed, same text.")
-@click.option("--stop", multiple=True, help="Text that ends the generation; may be repeated.")
+@engine_options
+@sampling_options
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without a chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole completion as JSON.")
 @click.option("--stats", is_flag=True, help="Print speeds to stderr.")

@@ -1,4 +1,4 @@
-"""`inspect`: what a GGUF is."""
+"""`inspect`: what a GGUF is, and what an engine with it takes in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import click
 from llamad_trio.cli.pull import ensure_model
 
 if TYPE_CHECKING:
-    from llamad_trio import ModelInfo
+    from llamad_trio import EngineConfig, ModelInfo
+    from llamad_trio.memory import MemoryEstimate
 
 __all__ = ["inspect_command"]
 
@@ -19,20 +20,37 @@ __all__ = ["inspect_command"]
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--template", is_flag=True, help="Print only the chat template.")
-def inspect_command(model: str, as_json: bool, template: bool) -> None:
-    """Load MODEL (a known name or a GGUF file) and tell what it is."""
+@click.option("--n-ctx", type=click.IntRange(min=1), help="Tokens in the pool, for the memory.")
+@click.option("--n-slots", type=click.IntRange(min=1), help="Slots, for the memory.")
+def inspect_command(
+    model: str, as_json: bool, template: bool, n_ctx: int | None, n_slots: int | None
+) -> None:
+    """Load MODEL (a known name or a GGUF file) and tell what it is.
+
+    The memory is what an engine takes with the LLAMAD_* variables, or the options here.
+    """
     import attrs
     import trio
 
-    info: ModelInfo = trio.run(_inspect, ensure_model(model))
+    from llamad_trio import EngineConfig
+
+    asked = {"n_ctx": n_ctx, "n_slots": n_slots}
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = EngineConfig.merged(None, given)
+    path = ensure_model(model)
+    info: ModelInfo = trio.run(_inspect, path)
     if template:
         if info.chat_template is None:
             raise click.ClickException("the model has no chat template")
         click.echo(info.chat_template)
-    elif as_json:
-        click.echo(json.dumps(attrs.asdict(info), indent=2, ensure_ascii=False))
+        return
+    memory: MemoryEstimate = trio.run(_estimate, path, config)
+    if as_json:
+        found = attrs.asdict(info)
+        found["memory"] = {**attrs.asdict(memory), "total_bytes": memory.total_bytes}
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
-        _print_table(info)
+        _print_table(info, memory, config)
 
 
 async def _inspect(model: Any) -> ModelInfo:
@@ -42,9 +60,16 @@ async def _inspect(model: Any) -> ModelInfo:
         return eng.info
 
 
-def _print_table(info: ModelInfo) -> None:
+async def _estimate(model: Any, config: EngineConfig) -> MemoryEstimate:
+    from llamad_trio.memory import estimate_memory
+
+    return await estimate_memory(model, config)
+
+
+def _print_table(info: ModelInfo, memory: MemoryEstimate, config: EngineConfig) -> None:
     from rich.filesize import decimal
 
+    in_force = config.resolve(n_ctx_train=info.n_ctx_train, n_cores=1, max_slots=config.n_slots)
     rows = {
         "name": info.name or "(none)",
         "architecture": info.architecture,
@@ -56,6 +81,12 @@ def _print_table(info: ModelInfo) -> None:
         "chat template": "yes (see --template)" if info.has_template else "none: prompts are raw",
         "can rewind": "yes" if info.can_rewind else "no: only whole prompts and replies are reused",
         "identity": info.identity,
+        "memory": f"{decimal(memory.total_bytes)} with {in_force.n_ctx:,} tokens in the pool "
+        f"and {in_force.n_slots} slots",
+        "  weights": decimal(memory.weights_bytes),
+        "  KV pool": decimal(memory.kv_bytes),
+        "  compute": decimal(memory.compute_bytes),
+        "  the rest": decimal(memory.overhead_bytes),
     }
     for name, value in rows.items():
         click.echo(f"{name:16} {value}")

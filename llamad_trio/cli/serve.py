@@ -24,7 +24,10 @@ __all__ = ["serve_command"]
 @click.argument("model", required=False)
 @click.option("--socket", help=f"Where to listen.  [default: the file's, or {DEFAULT_SOCKET}]")
 @click.option("--config", "file", type=click.Path(), help="A configuration file (TOML).")
-def serve_command(model: str | None, socket: str | None, file: str | None) -> None:
+@click.option("--metrics", help="Offer metrics over HTTP on this Unix socket, for Prometheus.")
+def serve_command(
+    model: str | None, socket: str | None, file: str | None, metrics: str | None
+) -> None:
     """Offer MODEL, or the models of a configuration file, on a Unix socket.
 
     SIGINT and SIGTERM stop it; SIGHUP reads the configuration file again.
@@ -46,7 +49,9 @@ def serve_command(model: str | None, socket: str | None, file: str | None) -> No
 
     inherited = inherited_listener()
     reload = None if file is None else read
-    trio.run(partial(run_daemon, config, reload=reload, inherited=inherited))
+    trio.run(
+        partial(run_daemon, config, reload=reload, inherited=inherited, metrics_socket=metrics)
+    )
 
 
 def _config(model: str | None, file: str | None, socket: str | None) -> DaemonConfig:
@@ -56,7 +61,7 @@ def _config(model: str | None, file: str | None, socket: str | None) -> DaemonCo
     model = model or DEFAULT_MODEL
     name = model if model in load_manifest() else Path(model).stem
     return DaemonConfig(
-        socket=socket or DEFAULT_SOCKET,
+        socket=DEFAULT_SOCKET if socket is None else socket,
         default=name,
         limits=Limits(),
         models={name: EngineSpec(model, EngineConfig.from_env())},

@@ -104,7 +104,8 @@ class EngineStopped(_Event):
 class EngineRestarted(_Event):
     """A supervisor has an engine again that had failed.
 
-    `attempt` counts from 1 since it last ran well; `after_s` is how many seconds it was gone.
+    `attempt` is how many times it has failed in the time that its restart policy looks at;
+    `after_s` is how many seconds it was gone.
     """
 
     attempt: int

@@ -26,7 +26,8 @@ class EngineSpec:
     Args:
         model: path of a GGUF file, or the name of a known model that has been pulled.
         config: settings; `None` takes them from the `LLAMAD_*` environment variables.
-        load: `"eager"` loads it at once, `"lazy"` when it is first asked.
+        load: `"eager"` loads it at once, `"lazy"` when it is first asked, and again
+            by each request after a load that failed.
         unload_after_s: close it when it has been idle for so long, in seconds; it is loaded
             again when it is asked.  `None` never closes it.
         isolation: `"process"` runs it in a process of its own.

@@ -51,7 +51,7 @@ def _role(value: object) -> str:
 
 def _many(name: str, kind: type[T]) -> Callable[[object], tuple[T, ...]]:
     def convert(value: object) -> tuple[T, ...]:
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
             raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
         items = tuple(value)
         for item in items:
@@ -139,7 +139,7 @@ def _tools(value: object) -> tuple[Tool | Callable[..., object], ...]:
 
 
 def _stop(value: object) -> tuple[str, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ProtocolError(f"stop must be a list of texts, not {type(value).__name__}")
     convert = text("stop")
     stops = tuple(s for s in (convert(item) for item in value) if s)

@@ -57,16 +57,17 @@ def json_object(name: str) -> Callable[[object], JsonObject]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    match value:
-        case str():
-            yield value
-        case list():
-            for item in value:
-                yield from _texts(item)
-        case dict():
-            for key, item in value.items():
-                yield key
-                yield from _texts(item)
+    """Every text in JSON data, keys included.  Not recursive: depth is to cost nothing."""
+    rest = [value]
+    while rest:
+        match rest.pop():
+            case str() as leaf:
+                yield leaf
+            case list() as items:
+                rest += items
+            case dict() as fields:
+                yield from fields
+                rest += fields.values()
 
 
 @attrs.frozen(field_transformer=apply_converters)

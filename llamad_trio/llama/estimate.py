@@ -53,7 +53,8 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     """What an engine with this model and config will take.
 
     Blocks: some milliseconds, and for a large vocabulary a second.  Takes itself what the
-    vocabulary and the bookkeeping of the pool take, and gives it back.
+    vocabulary, the bookkeeping of the pool and the states of recurrent layers take, and gives
+    it back.
 
     Args:
         path: the GGUF file; of a split model the first.
@@ -76,10 +77,9 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     if not pool or not compute:
         raise UnsupportedFeature("a memory estimate", "this llama.cpp does not tell what it needs")
     layouts = [layout, *map(gguf.read_layout, _other_files(path, layout.n_files))]
-    uses_mmap = config.use_mmap is not False
     n_cells = sum(map(int, _CELLS.findall(said)))
     return MemoryEstimate(
-        weights_bytes=sum(_weights_bytes(file.tensors, uses_mmap=uses_mmap) for file in layouts),
+        weights_bytes=_weights_bytes(layouts, uses_mmap=config.use_mmap is not False),
         kv_bytes=sum(pool),
         compute_bytes=sum(compute) + SCORE_BYTES * runtime.n_scores,
         overhead_bytes=_overhead_bytes(layout, runtime.config, n_cells),
@@ -205,32 +205,36 @@ def _other_files(path: Path, n_files: int) -> list[Path]:
     return [path.with_name(f"{stem}-{n:05}-of-{n_files:05}.gguf") for n in range(2, n_files + 1)]
 
 
-def _weights_bytes(tensors: Sequence[gguf.Tensor], *, uses_mmap: bool) -> int:
-    """What the tensors of a file will take.
-
-    With memory mapping, llama.cpp keeps the file's pages from the first to the last tensor
-    that it uses from there, also those between of which it makes a rearranged copy.
-    """
-    names = {tensor.name for tensor in tensors}
-    copied, in_place = [], []
-    for tensor in tensors:
-        # Without an output matrix, llama.cpp takes the embeddings for one, beside themselves.
-        is_shared = tensor.name == "token_embd.weight" and "output.weight" not in names
-        is_copied = _is_rearranged(tensor)
-        if is_copied:
-            copied.append(tensor)
-        if is_shared or not is_copied:
-            in_place.append(tensor)
-    n_copied = sum(tensor.n_bytes for tensor in copied)
-    if uses_mmap and in_place:
-        return n_copied + in_place[-1].end_bytes - in_place[0].start_bytes
-    return n_copied + sum(tensor.n_bytes for tensor in in_place)
+def _weights_bytes(files: Sequence[gguf.Layout], *, uses_mmap: bool) -> int:
+    """What the tensors of a model will take."""
+    names = {tensor.name for file in files for tensor in file.tensors}
+    total = 0
+    for file in files:
+        copied, in_place = [], []
+        for tensor in file.tensors:
+            is_embedding = tensor.name == _EMBEDDING
+            # Without an output matrix, llama.cpp takes the embeddings for one, beside themselves.
+            is_product = not is_embedding or _OUTPUT not in names
+            if is_copied := is_product and _is_rearranged(tensor):
+                copied.append(tensor)
+            if is_embedding or not is_copied:
+                in_place.append(tensor)
+        total += sum(tensor.n_bytes for tensor in copied)
+        if uses_mmap and in_place:
+            # The file's pages from the first to the last tensor that is used from there, also
+            # those between that have been copied.
+            total += in_place[-1].end_bytes - in_place[0].start_bytes
+        else:
+            total += sum(tensor.n_bytes for tensor in in_place)
+    return total
 
 
 # -- which matrices llama.cpp rearranges ----------------------------------------------------
 
 _F32, _I32 = 0, 26
 _CPU = 0
+
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 
 # What rows are taken from, not multiplied with.
 _LOOKED_UP = re.compile(r"(?:position_embd|token_types|per_layer_token_embd)\.weight")
@@ -250,7 +254,7 @@ def _ggml(name: str, result: type | None, *arguments: type) -> Callable[..., Any
     return function
 
 
-_pointer, _size, _int64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 _init = _ggml("ggml_init", _pointer, _InitParams)
 _free = _ggml("ggml_free", None, _pointer)
 _is_quantized = _ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)

@@ -189,7 +189,7 @@ class Sampler:
     def _told(self, token: int, logprobs: NDArray[np.float32]) -> TokenLogprob:
         def told(token: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
             piece = self._model.special_piece(token)
-            return TokenLogprob(token, piece, float(logprobs[token]), top)
+            return TokenLogprob(token, piece, float(logprobs[token]), tuple(top))
 
         n = min(self._n_logprobs or 0, len(logprobs))
         likeliest = np.argpartition(logprobs, -n)[-n:] if n else np.empty(0, dtype=np.int64)

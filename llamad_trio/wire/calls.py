@@ -21,6 +21,7 @@ __all__ = [
     "CountTokens",
     "Detokenize",
     "Generate",
+    "Metrics",
     "Models",
     "Ping",
     "Render",
@@ -129,6 +130,13 @@ class Stats(Call):
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Metrics(Call):
+    """What has been counted, in Prometheus' text format."""
+
+    op = "metrics"
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class Cancel(Call):
     """Stop the call of this connection that has this `id`."""
 
@@ -189,11 +197,12 @@ class Choose(Call):
 _OPS: dict[str | None, type[Call]] = {
     kind.op: kind
     for kind in (
-        *(Generate, Ping, Models, Stats, Cancel),
+        *(Generate, Ping, Models, Stats, Metrics, Cancel),
         *(Tokenize, Detokenize, Render, CountTokens, Score, Choose),
     )
 }
 
+_KNOWN = {"op", "tokens", *attrs.fields_dict(Request)}.union(*map(attrs.fields_dict, _OPS.values()))
 _HAVE_REQUEST = {op for op, kind in _OPS.items() if "request" in attrs.fields_dict(kind)}
 
 
@@ -203,7 +212,11 @@ def decode_call(line: bytes) -> Call:
     Raises:
         ProtocolError: it is no call.
     """
-    data = {name: value for name, value in decode_object(line).items() if value is not None}
+    data = {
+        name: value
+        for name, value in decode_object(line).items()
+        if value is not None or name not in _KNOWN  # what is not known is refused even so
+    }
     op = data.pop("op", None)
     kind = _OPS.get(op) if isinstance(op, str | None) else None
     if kind is None:

@@ -3,7 +3,7 @@ like there; a wrong type or an unknown key is refused, and nothing is coerced.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -21,12 +21,19 @@ __all__ = ["structure", "structure_known", "unstructure"]
 
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
-_converter = cattrs.Converter(
-    forbid_extra_keys=True,
-    prefer_attrib_converters=True,
-    detailed_validation=False,
-    omit_if_default=True,
-)
+
+def _new_converter(*, forbid_extra_keys: bool) -> cattrs.Converter:
+    return cattrs.Converter(
+        forbid_extra_keys=forbid_extra_keys,
+        prefer_attrib_converters=True,
+        detailed_validation=False,
+        omit_if_default=True,
+    )
+
+
+_converter = _new_converter(forbid_extra_keys=True)
+_tolerant_converter = _new_converter(forbid_extra_keys=False)
+"""For replies: whoever wrote them may be newer."""
 
 
 def structure(value: object, kind: type[T]) -> T:
@@ -39,6 +46,15 @@ def structure(value: object, kind: type[T]) -> T:
     Raises:
         ProtocolError: an unknown field, one that is missing, or one of a wrong type.
     """
+    return _structured(_converter, value, kind)
+
+
+def structure_known(value: object, kind: type[T]) -> T:
+    """`structure`, but keys that no type has are ignored: the other side may be newer."""
+    return _structured(_tolerant_converter, value, kind)
+
+
+def _structured(converter: cattrs.Converter, value: object, kind: type[T]) -> T:
     if not isinstance(value, dict):
         raise ProtocolError(f"{kind.__name__} must be an object, not {type(value).__name__}")
     optional = {f.name for f in attrs.fields(kind) if f.default is not attrs.NOTHING}
@@ -47,15 +63,12 @@ def structure(value: object, kind: type[T]) -> T:
         if field.name not in given and field.name not in optional:
             raise ProtocolError(f"missing field {field.name!r}")
     try:
-        return _converter.structure(given, kind)
+        return converter.structure(given, kind)
     except ForbiddenExtraKeysError as error:
         raise ProtocolError(f"unknown field {min(error.extra_fields)[:64]!r}") from None
-
-
-def structure_known(value: Mapping[str, object], kind: type[T]) -> T:
-    """`structure`, but keys the type does not have are ignored: the other side may be newer."""
-    names = {field.name for field in attrs.fields(kind)}
-    return structure({name: item for name, item in value.items() if name in names}, kind)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        # What the converter's own code makes of a value of another shape.
+        raise ProtocolError(f"{kind.__name__}: {error}") from None
 
 
 def unstructure(value: object) -> dict[str, Any]:
@@ -82,10 +95,11 @@ def _float(value: object, _: object) -> float:
     return float(value)
 
 
-_converter.register_structure_hook(bool, _strictly(bool, "true or false"))
-_converter.register_structure_hook(int, _strictly(int, "an integer"))
-_converter.register_structure_hook(str, _strictly(str, "text"))
-_converter.register_structure_hook(float, _float)
+for _each in (_converter, _tolerant_converter):
+    _each.register_structure_hook(bool, _strictly(bool, "true or false"))
+    _each.register_structure_hook(int, _strictly(int, "an integer"))
+    _each.register_structure_hook(str, _strictly(str, "text"))
+    _each.register_structure_hook(float, _float)
 
 
 # -- classes ------------------------------------------------------------------------------
@@ -101,24 +115,31 @@ def _many(name: str, kind: type[T]) -> Callable[[object, object], list[T]]:
 
 
 def _register(kind: type[attrs.AttrsInstance], **overrides: Any) -> None:
+    for converter in (_converter, _tolerant_converter):
+        _register_with(converter, kind, overrides)
+
+
+def _register_with(
+    converter: cattrs.Converter, kind: type[attrs.AttrsInstance], overrides: dict[str, Any]
+) -> None:
     read: Callable[[Any, Any], object] = make_dict_structure_fn(
         kind,
-        _converter,
-        _cattrs_forbid_extra_keys=True,
+        converter,
+        _cattrs_forbid_extra_keys=converter is _converter,
         _cattrs_prefer_attrib_converters=True,
         _cattrs_detailed_validation=False,
         **overrides,
     )
     write: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(
-        kind, _converter, _cattrs_omit_if_default=True, **overrides
+        kind, converter, _cattrs_omit_if_default=True, **overrides
     )
 
     def read_once(value: Any, type_: type) -> object:
         # A call's request is put together before the call is.
         return value if isinstance(value, kind) else read(value, type_)
 
-    _converter.register_structure_hook(kind, read_once)
-    _converter.register_unstructure_hook(kind, write)
+    converter.register_structure_hook(kind, read_once)
+    converter.register_unstructure_hook(kind, write)
 
 
 def _bytes_as_numbers(logprob: TokenLogprob) -> dict[str, Any]:
@@ -132,21 +153,25 @@ def _bytes_as_numbers(logprob: TokenLogprob) -> dict[str, Any]:
 
 
 def _numbers_as_bytes(value: Any, _: object) -> TokenLogprob:
-    try:
-        logprob = value["logprob"]
-        return TokenLogprob(
-            token=int(value["token"]),
-            piece=bytes(value["bytes"]),
-            # JSON has no infinity; it comes as null.
-            logprob=float("-inf") if logprob is None else float(logprob),
-            top=[_numbers_as_bytes(other, _) for other in value.get("top", ())],
-        )
-    except (TypeError, KeyError, ValueError, AttributeError):
-        raise ProtocolError("bad logprobs") from None
+    match value:
+        case {
+            "token": int(token),
+            "bytes": list(piece),
+            "logprob": int() | float() | None as logprob,
+        }:
+            return TokenLogprob(
+                token=token,
+                piece=bytes(piece),
+                # JSON has no infinity; it comes as null.
+                logprob=float("-inf") if logprob is None else float(logprob),
+                top=tuple(_numbers_as_bytes(other, _) for other in value.get("top", ())),
+            )
+    raise ProtocolError("bad logprobs")
 
 
-_converter.register_structure_hook(TokenLogprob, _numbers_as_bytes)
-_converter.register_unstructure_hook(TokenLogprob, _bytes_as_numbers)
+for _each in (_converter, _tolerant_converter):
+    _each.register_structure_hook(TokenLogprob, _numbers_as_bytes)
+    _each.register_unstructure_hook(TokenLogprob, _bytes_as_numbers)
 _register(ToolCall)
 _register(Message, tool_calls=override(struct_hook=_many("tool_calls", ToolCall)))
 _register(Tool, function=override(omit=True))

@@ -31,6 +31,9 @@ from tests.benchmarks.constrained import (
     schema_ratio,
 )
 from tests.benchmarks.daemon import killed_client, socket_latency, socket_ratio
+from tests.benchmarks.events import events_cost
+from tests.benchmarks.facades import blocking_ratio
+from tests.benchmarks.several import isolation_ratio, neighbour_ratio, own_lanes, restart_delay
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20
@@ -259,6 +262,12 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "socket_ratio": (socket_ratio, "0.95 at least"),
     "socket_latency": (socket_latency, "3 ms at most"),
     "killed_client": (killed_client, "100 ms at most"),
+    "events_cost": (events_cost, "no reader 0.995, one reader 0.98 at least"),
+    "blocking_ratio": (blocking_ratio, "0.97 at least"),
+    "neighbour_ratio": (neighbour_ratio, "0.97 at least"),
+    "own_lanes": (own_lanes, "1.3 at least"),
+    "isolation_ratio": (isolation_ratio, "0.95 at least"),
+    "restart_delay": (restart_delay, "0.5 s at most"),
     "idle_cpu": (idle_cpu, "under 20 ms"),
     "reopen_growth": (reopen_growth, "under 20 MiB"),
     "memory_on_top": (memory_on_top, "under 150 MiB"),

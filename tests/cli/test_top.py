@@ -251,7 +251,7 @@ def test_once_as_json_is_the_whole_snapshot(asked: list[str]) -> None:
     result = run("--once", "--json")
     (text,) = result.stdout.splitlines()
     told = json.loads(text)
-    assert told.keys() == {"uptime_s", "connections", "default", "models"}
+    assert told.keys() == {"uptime_s", "connections", "default", "models", "states"}
     assert told["models"].keys() == {"small"}
     small = told["models"]["small"]
     assert small["info"] == attrs.asdict(INFO)

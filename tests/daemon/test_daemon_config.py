@@ -433,6 +433,7 @@ WRONG: dict[tuple[str, ...], tuple[str, ...]] = {
         "prompt_cache_disk_bytes",
         "n_gpu_layers",
         "main_gpu",
+        "weight",
         "max_request_bytes",
         "max_connections",
     ): ("true", '"5"', "1.0", "[]", "{}"),

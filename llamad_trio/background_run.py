@@ -1,0 +1,440 @@
+"""One engine in a Trio run of its own, in a background thread, and the calls into it.
+
+Decides how a request gets into that thread, how its parts and its end get out, and when the
+thread ends.  Knows neither how a caller waits (`blocking` and `aio` do) nor what is asked.
+
+The two sides share no lock.  What they share are flags, and deques of which each operation
+is atomic, so that Ctrl-C may strike a caller between any two lines, and a finalizer may run in
+any thread.  Into the Trio run leads `TrioToken.run_sync_soon`, which is made for that, too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401  (for the order of what runs at exit: see below)
+import copy
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from math import inf
+from typing import Generic, Protocol, TypeVar, TypeVarTuple, cast
+
+import trio
+
+from llamad_trio.actors.nursery import open_plain_nursery, unlimited
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import EngineClosed, LlamadError
+from llamad_trio.engine_like import EngineLike
+from llamad_trio.info import ModelInfo
+
+__all__ = [
+    "Answer",
+    "BackgroundRun",
+    "Call",
+    "EngineHandle",
+    "Opener",
+    "StreamCall",
+    "StreamHandle",
+    "is_exiting",
+]
+
+T = TypeVar("T")
+PartT = TypeVar("PartT")
+PartT_co = TypeVar("PartT_co", covariant=True)
+Ts = TypeVarTuple("Ts")
+
+Opener = Callable[[], AbstractAsyncContextManager[EngineLike]]
+"""Opens an engine inside a Trio run."""
+
+MOST_PARTS = 32
+"""Parts of a reply that wait for a reader outside the Trio run; beyond that, its stream there
+falls behind, which pauses the slot."""
+
+
+class Answer(Generic[T]):
+    """What somebody outside the Trio run waits for: in the end, one value or one error."""
+
+    def __init__(self) -> None:
+        self.is_here = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._wakers: deque[Callable[[], object]] = deque()
+
+    @property
+    def value(self) -> T | None:
+        """The value; `None` before it is here, and if it never will be."""
+        return self._value if self.is_here else None
+
+    def get(self) -> T:
+        """The value, or raise the error.  For when it is here."""
+        if self._error is not None:
+            raise self._error
+        return cast("T", self._value)
+
+    def on_news(self, wake: Callable[[], object]) -> None:
+        """Have `wake` called once, in the background thread, when something comes next.
+
+        It must not block.  What came before this call is not told: look again after it.
+        """
+        self._wakers.append(wake)
+
+    def give(self, value: T) -> None:
+        """This is it."""
+        self._value = value
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """There will be none."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        assert not self.is_here, "one answer"
+        self.is_here = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        while self._wakers:
+            self._wakers.popleft()()
+
+
+class Call(Answer[T]):
+    """One request, from outside the Trio run to its end.
+
+    Args:
+        run: where it is to be done.
+        work: what is to be done there.
+        timeout_s: how long that may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        run: BackgroundRun,
+        work: Callable[[EngineLike], Awaitable[T]],
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.is_submitted = False
+        self._run = run
+        self._work = work
+        self._timeout_s = timeout_s
+        self._scope = unlimited()
+
+    def cancel(self) -> None:
+        """Stop the work, if it has not ended.  From any thread; does not wait for it."""
+        if not self.is_here:
+            self._run.soon(self._scope.cancel)
+
+    async def serve(self, engine: EngineLike) -> None:
+        """Do the work and answer.
+
+        A checkpoint.  Cancelled, it has no answer: whoever cancelled it knows why.
+        """
+        try:
+            with self._scope, trio.fail_after(inf if self._timeout_s is None else self._timeout_s):
+                self.give(await self._work(engine))
+        except trio.TooSlowError:
+            self.fail(TimeoutError(f"the request was not complete after {self._timeout_s} s"))
+        except BaseException as error:  # the caller's
+            if _holds_cancelled(error):
+                raise
+            self.fail(error)
+        if not self.is_here:
+            self.fail(ValueError("the request was cancelled"))
+
+
+class _Stream(Protocol[PartT_co]):
+    """A `TokenStream` or an `EventStream`."""
+
+    def __aiter__(self) -> AsyncIterator[PartT_co]: ...
+
+    async def result(self) -> Completion: ...
+
+
+class StreamCall(Call[Completion], Generic[PartT]):
+    """A request whose reply comes in parts.
+
+    A reader that keeps up is woken once for all that is there.  For one that does not, parts
+    gather up to `MOST_PARTS`, and then the stream inside is not read until half are taken.
+
+    Args:
+        run, timeout_s: as for `Call`.
+        stream: gives the stream inside.
+    """
+
+    def __init__(
+        self,
+        run: BackgroundRun,
+        stream: Callable[[EngineLike], AbstractAsyncContextManager[_Stream[PartT]]],
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(run, self._hand_over, timeout_s)
+        self._stream = stream
+        self._parts: deque[PartT] = deque()
+        self._room: trio.Event | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is a part to take, or the end is here."""
+        return bool(self._parts) or self.is_here
+
+    def take(self) -> PartT:
+        """The next part.  Raises `IndexError` when there is none."""
+        part = self._parts.popleft()
+        # Maybe told more than once, which does no harm; never forgotten, because whoever waits
+        # for room says so before it counts the parts.
+        if (room := self._room) is not None and len(self._parts) <= MOST_PARTS // 2:
+            self._run.soon(room.set)
+        return part
+
+    def drop_parts(self) -> None:
+        """Forget what was not taken."""
+        self._parts.clear()
+
+    async def _hand_over(self, engine: EngineLike) -> Completion:
+        async with self._stream(engine) as stream:
+            async for part in stream:
+                self._parts.append(part)
+                self._wake_all()
+                if len(self._parts) >= MOST_PARTS:
+                    await self._until_room()
+            return await stream.result()
+
+    async def _until_room(self) -> None:
+        self._room = trio.Event()
+        if len(self._parts) > MOST_PARTS // 2:
+            await self._room.wait()
+        self._room = None
+
+
+class BackgroundRun:
+    """A Trio run in a thread of its own, which does nothing but one engine's work.
+
+    Args:
+        opener: opens the engine.
+
+    Attributes:
+        opened: the engine, or why it could not be opened.
+        ended: when the run is over; with the error it died of.
+    """
+
+    def __init__(self, opener: Opener) -> None:
+        self.opened: Answer[EngineLike] = Answer()
+        self.ended: Answer[None] = Answer()
+        self.is_ending = False
+        self._opener = opener
+        # Not a daemon: the interpreter would tear itself down around a computing llama.cpp.
+        self._thread = threading.Thread(target=self._run, name="llamad_trio engine", daemon=False)
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._scope = unlimited()  # around all of it; cancelled only to stop the opening
+        self._nursery: trio.Nursery | None = None
+        self._calls: set[Call[object]] = set()
+        self._crash: BaseException | None = None
+
+    # -- from any thread ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to open the engine."""
+        _runs.add(self)
+        if is_exiting():
+            _runs.discard(self)
+            raise RuntimeError("an engine cannot be opened while the interpreter exits")
+        self._thread.start()
+
+    def submit(self, call: Call[T]) -> None:
+        """Have a call served.  One that comes too late is answered at once.
+
+        Raises:
+            RuntimeError: this is the run's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an engine was called from its own background thread")
+        if not self.is_ending and self.soon(self._serve, cast("Call[object]", call)):
+            call.is_submitted = True
+            return
+        if not self.is_ending:
+            self.join()  # it is dying: only then is it known of what
+        call.fail(self._why_closed())
+
+    def soon(self, function: Callable[[*Ts], object], *args: *Ts) -> bool:
+        """Have a function called in the Trio run.  False if the run is over, or not begun."""
+        token = self._token
+        if token is not None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(function, *args)
+                return True
+        return False
+
+    def end_soon(self) -> None:
+        """Take no call any more, fail those under way, close the engine.  Waits for nothing."""
+        self.is_ending = True
+        self.soon(self._end)
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        self._thread.join()
+
+    # -- in the background thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        except BaseException as error:  # goes to whoever opens, calls or closes
+            self._crash = error
+        _runs.discard(self)
+        if not self.opened.is_here:
+            self.opened.fail(self._crash or EngineClosed())
+        for call in self._calls:
+            if not call.is_here:
+                call.fail(self._why_closed())
+        if self._crash is not None:
+            self.ended.fail(self._crash)
+        else:
+            self.ended.give(None)
+
+    async def _main(self) -> None:
+        with self._scope:
+            self._token = trio.lowlevel.current_trio_token()
+            if self.is_ending:
+                self._scope.cancel()
+            async with self._opener() as engine, open_plain_nursery() as nursery:
+                self._nursery = nursery
+                self.opened.give(engine)
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self._nursery = None
+
+    def _end(self) -> None:
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+        elif not self.opened.is_here:
+            self._scope.cancel()
+
+    def _serve(self, call: Call[object]) -> None:
+        if call in self._calls or call.is_here:
+            return  # submitted again, by a caller that was interrupted in between
+        self._calls.add(call)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._answer, call)
+        else:
+            self._give_up(call)
+
+    async def _answer(self, call: Call[object]) -> None:
+        try:
+            await call.serve(self.opened.get())
+        finally:
+            self._give_up(call)
+
+    def _give_up(self, call: Call[object]) -> None:
+        if not call.is_here and self.is_ending:
+            call.fail(EngineClosed())
+        if call.is_here:
+            self._calls.discard(call)
+        # Else the engine has crashed, and the end of the run will tell of what.
+
+    def _why_closed(self) -> LlamadError:
+        if isinstance(self._crash, LlamadError):
+            return copy.copy(self._crash)
+        error = EngineClosed()
+        error.__cause__ = self._crash
+        return error
+
+    def forget(self) -> None:
+        """In a forked child, which has no such thread."""
+        self.is_ending = True
+        self._token = None
+
+
+class EngineHandle:
+    """What engines outside of their Trio run have in common.
+
+    Args:
+        run: where the engine is.
+    """
+
+    def __init__(self, run: BackgroundRun) -> None:
+        self._run = run
+        self._engine = run.opened.get()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: not when it is closed, nor after it broke down."""
+        return not self._run.is_ending and self._engine.is_open
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is known of the model."""
+        return self._engine.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings in force: clamped, and completed from the model and the machine."""
+        return self._engine.config
+
+    def __del__(self) -> None:
+        if not self._run.is_ending:
+            self._run.end_soon()
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+
+class StreamHandle(Generic[PartT]):
+    """What streams outside of the Trio run have in common.
+
+    Args:
+        engine: kept, or it would close itself while the stream is read.
+        call: the request.
+    """
+
+    def __init__(self, engine: EngineHandle, call: StreamCall[PartT]) -> None:
+        self._engine = engine
+        self._call = call
+
+    @property
+    def completion(self) -> Completion | None:
+        """The `Completion`, once the request is complete."""
+        return self._call.value
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+def is_exiting() -> bool:
+    """Whether the interpreter is on its way out."""
+    return _is_exiting
+
+
+def _holds_cancelled(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(trio.Cancelled) is not None
+    return isinstance(error, trio.Cancelled)
+
+
+_runs: set[BackgroundRun] = set()
+_is_exiting = False
+
+
+def _end_all() -> None:
+    global _is_exiting
+    _is_exiting = True
+    for run in list(_runs):
+        run.end_soon()
+
+
+def _forget_all() -> None:
+    for run in list(_runs):
+        run.forget()
+    _runs.clear()
+
+
+# At exit the interpreter first calls what is registered so, last come first served, then joins
+# the threads that are no daemons, ours among them, and only then calls what `atexit` knows:
+# that would be too late for a thread that waits for an answer of ours.  `concurrent.futures`
+# registers in the same way that it joins its workers, who may wait for us, too; it is imported
+# above, so that ours comes before.  The name is private, but has been there, and used by the
+# standard library, since 3.9.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+os.register_at_fork(after_in_child=_forget_all)

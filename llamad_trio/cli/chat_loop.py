@@ -1,0 +1,253 @@
+"""The chat itself: lines in, answers out, and what Ctrl-C stops.
+
+Knows no terminal: lines come from a `Reader`, and a `Screen` shows what is said.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from llamad_trio import (
+    Done,
+    EngineLike,
+    LlamadError,
+    PromptTooLong,
+    ReasoningDelta,
+    TextDelta,
+)
+from llamad_trio.actors.nursery import TaskStatus, open_plain_nursery, unlimited
+from llamad_trio.cli.chat_terminal import Key, Reader, Screen
+from llamad_trio.cli.conversation import (
+    COMMANDS,
+    Command,
+    Conversation,
+    Reply,
+    Say,
+    one_line,
+    parse,
+    stats_lines,
+)
+
+__all__ = ["Chat"]
+
+HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
+
+TYPING = (
+    f"{'//TEXT':16} say something that begins with a slash",
+    f"{'Alt-Enter':16} begin a new line; so does a backslash before Enter",
+)
+
+EngineOpener = Callable[[str | None], AbstractAsyncContextManager[EngineLike]]
+
+
+@attrs.frozen
+class _Opened:
+    """An engine that stays open until it is told to close."""
+
+    name: str | None
+    engine: EngineLike
+    close: trio.Event
+
+
+class Chat:
+    """One conversation.
+
+    Args:
+        open_engine: opens an engine by the name of its model; `None` is the default one.
+        reader: where lines come from.
+        screen: where answers go.
+        conversation: what was said before.
+        fields: `Request` fields for every answer.
+    """
+
+    def __init__(
+        self,
+        open_engine: EngineOpener,
+        reader: Reader,
+        screen: Screen,
+        conversation: Conversation,
+        fields: Mapping[str, Any],
+    ) -> None:
+        self._open_engine = open_engine
+        self._reader = reader
+        self._screen = screen
+        self._conversation = conversation
+        self._fields = fields
+        self._under_way = unlimited()
+        self._outlives_interrupts = False
+        self._status = 0
+
+    async def run(self, model: str | None) -> int:
+        """Open `model`, talk until the reader ends, and return the exit status.
+
+        SIGINT stops what is under way, or ends the chat where lines do not come from a
+        terminal; SIGTERM ends it.  A checkpoint.  Cancelled, it closes the engine.
+
+        Raises:
+            LlamadError, OSError: the model cannot be opened, or the screen is gone.
+        """
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(self._obey, signals, nursery.cancel_scope)
+                await self._talk(nursery, await self._opened(nursery, model))
+        return self._status
+
+    async def _obey(self, signals: AsyncIterator[int], whole: trio.CancelScope) -> None:
+        async for number in signals:
+            if number == signal.SIGINT and self._outlives_interrupts:
+                self._under_way.cancel()
+            else:
+                self._status = 128 + number
+                whole.cancel()
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """A block that Ctrl-C at a terminal ends, and nothing else with it."""
+        with unlimited() as self._under_way:
+            yield
+
+    async def _opened(self, nursery: trio.Nursery, name: str | None) -> _Opened:
+        opened: _Opened = await nursery.start(self._host, name)
+        return opened
+
+    async def _host(
+        self, name: str | None, *, task_status: TaskStatus[_Opened] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Each engine lives in a task of its own: a new one opens before the old one closes."""
+        close = trio.Event()
+        is_open = False
+        try:
+            async with self._open_engine(name) as engine:
+                is_open = True
+                task_status.started(_Opened(name, engine, close))
+                await close.wait()
+        except LlamadError:
+            if not is_open:
+                raise
+            # It crashed.  Whoever asks it next is told, and /model opens another.
+
+    async def _talk(self, nursery: trio.Nursery, opened: _Opened) -> None:
+        self._outlives_interrupts = self._reader.is_terminal
+        if self._reader.is_terminal:
+            self._screen.note(f"{_title(opened)}; /help lists the commands, {HOW_TO_LEAVE}")
+        while True:
+            line: str | Key = Key.INTERRUPT
+            with self._interruptible():
+                line = await self._reader.read()
+            if line is Key.END:
+                return
+            if line is Key.INTERRUPT:
+                self._screen.note(HOW_TO_LEAVE)
+                continue
+            try:
+                match parse(line):
+                    case Say(text):
+                        await self._answer(opened.engine, text)
+                    case Command("quit"):
+                        return
+                    case Command("model", name):
+                        opened = await self._switched(nursery, opened, name)
+                    case Command("stats"):
+                        stats, n_ctx = opened.engine.stats(), opened.engine.config.n_ctx
+                        self._note(*stats_lines(self._conversation.last, stats, n_ctx))
+                    case Command("save" | "save!" as name, file):
+                        await trio.to_thread.run_sync(self._save, file, name == "save!")
+                    case Command(name, argument):
+                        self._command(name, argument)
+            except LlamadError as error:
+                self._note(one_line(error))
+
+    async def _answer(self, engine: EngineLike, text: str) -> None:
+        reply = Reply()
+        with self._interruptible():
+            await self._receive(engine, text, reply)
+        self._conversation.keep(text, reply)
+        if reply.completion is None:
+            self._note("stopped")
+        elif reply.completion.finish_reason == "length":
+            self._note(f"cut off after {reply.completion.generated_tokens} tokens")
+        self._screen.end_line()
+
+    async def _receive(self, engine: EngineLike, text: str, reply: Reply) -> None:
+        """Show an answer as it comes.  Where it does not fit, the oldest exchanges go."""
+        too_many = 0
+        while reply.completion is None:
+            request = self._conversation.request(text, self._fields, without=too_many)
+            try:
+                async with engine.stream_events(request) as events:
+                    async for event in events:
+                        self._drop(too_many)
+                        too_many = 0
+                        match event:
+                            case TextDelta(piece):
+                                reply.text += piece
+                                self._screen.answer(piece)
+                            case ReasoningDelta(piece):
+                                reply.reasoning += piece
+                                self._screen.reasoning(piece)
+                            case Done(completion):
+                                reply.completion = completion
+            except PromptTooLong:
+                if too_many == len(self._conversation):
+                    raise
+                too_many += 1
+
+    def _drop(self, n: int) -> None:
+        """Forget exchanges, now that it is known to help."""
+        if n:
+            self._conversation.drop(n)
+            self._note(f"the conversation no longer fits: its oldest part ({n} of yours) is gone")
+
+    async def _switched(self, nursery: trio.Nursery, old: _Opened, name: str) -> _Opened:
+        """The engine of another model; the old one without a name, or if Ctrl-C stops the load."""
+        new = old
+        if name:
+            with self._interruptible():
+                new = await self._opened(nursery, name)
+            if new is not old:
+                old.close.set()
+        self._note(_title(new))
+        return new
+
+    def _save(self, file: str, overwrite: bool) -> None:
+        """On a worker thread."""
+        try:
+            path = Path(file).expanduser()
+            text = self._conversation.written(path.suffix)
+            with path.open("w" if overwrite else "x", encoding="utf-8") as target:
+                target.write(text)
+        except FileExistsError:
+            self._note(f"{file} exists: /save! overwrites it")
+        except (OSError, ValueError, RuntimeError) as error:  # the last: nobody's home
+            self._note(one_line(error))
+        else:
+            self._note(f"saved to {path}")
+
+    def _command(self, name: str, argument: str) -> None:
+        match name:
+            case "reset":
+                self._conversation.drop(len(self._conversation))
+                self._note("forgotten")
+            case "system":
+                if argument:
+                    self._conversation.set_system(None if argument == "-" else argument)
+                self._note(self._conversation.system or "no system message")
+            case "help":
+                self._note(*(f"{usage:16} {what}" for usage, what in COMMANDS.values()), *TYPING)
+            case _:
+                self._note(f"unknown command /{name}: /help lists them, // says a slash")
+
+    def _note(self, *lines: str) -> None:
+        for line in lines:
+            self._screen.note(line)
+
+
+def _title(opened: _Opened) -> str:
+    return f"{opened.name or 'the default model'} ({opened.engine.info.description})"

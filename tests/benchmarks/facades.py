@@ -1,0 +1,82 @@
+"""What it costs to read a stream outside of Trio, against the same engine read inside."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+
+import trio
+
+from llamad_trio import Engine, Request, blocking, open_engine
+
+PAIRS = 5
+N_TOKENS = 64
+
+
+def _asked(index: int) -> Request:
+    return Request(f"{index} One, two, three, ", raw=True, temperature=0, max_tokens=N_TOKENS)
+
+
+async def _read_inside(eng: Engine, n_streams: int) -> None:
+    async def read(index: int) -> None:
+        async with eng.stream(_asked(index)) as pieces:
+            async for _ in pieces:
+                pass
+
+    async with trio.open_nursery() as nursery:
+        for index in range(n_streams):
+            nursery.start_soon(read, index)
+
+
+def _read_outside(eng: blocking.BlockingEngine, n_streams: int) -> None:
+    def read(index: int) -> None:
+        with eng.stream(_asked(index)) as pieces:
+            for _ in pieces:
+                pass
+
+    if n_streams == 1:
+        read(0)
+        return
+    with ThreadPoolExecutor(n_streams) as pool:
+        list(pool.map(read, range(n_streams)))
+
+
+def _seconds(read: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    read()
+    return time.perf_counter() - began
+
+
+def _ratios(model: str) -> dict[str, float]:
+    engines: list[tuple[Engine, trio.lowlevel.TrioToken]] = []
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Engine]:
+        async with open_engine(model, n_slots=8, kv_cache=False) as engine:
+            engines.append((engine, trio.lowlevel.current_trio_token()))
+            yield engine
+
+    ratios: dict[int, list[float]] = {1: [], 8: []}
+    # One engine for both: two would compute on two lanes, which slows down each of them.
+    with blocking.open_with(opened) as outside:
+        inside, token = engines[0]
+        for n_streams, of_n in ratios.items():
+            read_outside = partial(_read_outside, outside, n_streams)
+            read_inside = partial(
+                trio.from_thread.run, _read_inside, inside, n_streams, trio_token=token
+            )
+            read_outside()
+            read_inside()
+            for _ in range(PAIRS):
+                out_s = _seconds(read_outside)
+                of_n.append(_seconds(read_inside) / out_s)
+    return {f"at {n}": statistics.median(of_n) for n, of_n in ratios.items()}
+
+
+async def blocking_ratio(model: str) -> dict[str, float]:
+    """Tokens/s of blocking streams, each in a thread of its own, against the same in Trio."""
+    return await trio.to_thread.run_sync(_ratios, model)

@@ -1,0 +1,782 @@
+"""Clients that mean ill, are broken, or just go away: they cost themselves only."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trio.testing import wait_all_tasks_blocked
+
+from llamad_trio import Engine, Limits, open_engine, serve_unix
+from llamad_trio.actors import listener
+from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.testing import open_scripted_engine
+from llamad_trio.wire.calls import MAX_ID_CHARS
+from tests.daemon.support import (
+    HANG_S,
+    LONG_TEXT,
+    ROOT,
+    Client,
+    Daemon,
+    Json,
+    as_line,
+    ask,
+    connected,
+    is_there,
+    running_daemon,
+    says,
+    served,
+)
+from tests.engine.support import ONE_THREAD, held_steps, until, until_idle, until_queued
+from tests.models import TinyModels
+
+STUCK = 3600.0
+
+
+async def n_connections(sock: Path) -> int:
+    """How many clients the daemon has, beside the one that asks."""
+    reply = json.loads(await ask(sock, {"op": "stats"}))
+    if reply.get("error", "").startswith("busy: "):  # so many that there is none to ask with
+        return Limits().max_connections
+    n: int = reply["connections"]
+    return n - 1
+
+
+async def until_all_is_free(sock: Path, engine: Engine) -> None:
+    """Wait until nothing is left of any client."""
+    await until_idle(engine)
+    while await n_connections(sock):  # noqa: ASYNC110  (there is no event to wait for)
+        await trio.sleep(0.001)
+    stats = engine.stats()
+    assert stats.slots["free"] == engine.config.n_slots
+    assert (stats.queued, stats.kv_used_tokens) == (0, 0)
+
+
+# -- slow ones --------------------------------------------------------------------------------------
+
+
+async def test_slow_senders_delay_nobody(sock: Path) -> None:
+    async with served(sock, says("4")) as engine, trio.open_nursery() as nursery:
+
+        async def drip(client: Client) -> None:
+            for n in range(10_000):
+                await client.send(b'{"prompt":"' if n == 0 else b"x")
+                await trio.sleep(0.002)
+
+        async with connected(sock) as a, connected(sock) as b, connected(sock) as c:
+            for client in (a, b, c):
+                nursery.start_soon(drip, client)
+            for _ in range(20):
+                assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+            assert await n_connections(sock) == 3
+            nursery.cancel_scope.cancel()
+        assert engine.stats().requests == {"completed": 20, "failed": 0, "cancelled": 0}
+
+
+async def test_a_reader_that_stops_pauses_its_own_slot_and_no_other(sock: Path) -> None:
+    model = says({"slow": LONG_TEXT, "fast": "4"})
+    async with served(sock, model, n_slots=2) as engine:
+        async with connected(sock) as client:
+            await client.send({"prompt": "slow", "stream": True, "max_tokens": 900_000})
+            await until(lambda: engine.stats().slots["paused"] == 1)
+            tokens = engine.stats().decode_tokens
+            for _ in range(5):
+                assert b'"text":"4"' in await ask(sock, {"prompt": "fast"})
+            stats = engine.stats()
+            assert stats.slots["paused"] == 1
+            # The others' tokens, and none of its own.
+            assert stats.decode_tokens - tokens <= 5 * 2
+            # It goes on where it was.
+            text = "".join([(await client.reply())["token"] for _ in range(2000)])
+            assert LONG_TEXT.startswith(text)
+        await until_all_is_free(sock, engine)
+        assert engine.stats().requests == {"completed": 5, "failed": 0, "cancelled": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reader_that_stops_for_too_long_is_dropped(sock: Path, stream: bool) -> None:
+    limits = Limits(stream_timeout_s=0.1)
+    async with served(sock, says(LONG_TEXT), limits=limits) as engine:
+        async with connected(sock) as client:
+            if stream:
+                await client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
+                await until(lambda: engine.stats().slots["paused"] == 1)
+            else:  # here it is one long line that does not get through
+                await client.send({"op": "tokenize", "text": "x" * 900_000})
+            while await n_connections(sock):  # noqa: ASYNC110  (there is no event to wait for)
+                await trio.sleep(0.005)
+            reply = await client.rest()
+            assert b'"done"' not in reply
+            assert b'"error"' not in reply
+            assert stream or not reply.endswith(b"}\n")
+        await until_all_is_free(sock, engine)
+
+
+async def test_a_reader_that_is_slow_but_reads_is_kept(sock: Path) -> None:
+    limits = Limits(stream_timeout_s=1)
+    async with served(sock, says("x" * 3000), limits=limits), connected(sock) as client:
+        await client.send({"prompt": "x", "stream": True, "max_tokens": 5000})
+        received = b""
+        started = trio.current_time()
+        while part := await client.stream.receive_some(1500):
+            received += part
+            await trio.sleep(0.05)
+        assert trio.current_time() - started > limits.stream_timeout_s
+        assert json.loads(received.splitlines()[-1])["text"] == "x" * 3000
+
+
+async def test_who_asks_and_never_reads_is_not_listened_to_for_ever(sock: Path) -> None:
+    async with served(sock, says("4")) as engine, connected(sock) as client:
+        before = trio.lowlevel.current_statistics().tasks_living
+        packet = as_line({"op": "ping", "keep": True}) * 100
+        for _ in range(300):  # the system buffers much less
+            with trio.move_on_after(1) as scope:
+                await client.send(packet)
+            assert trio.lowlevel.current_statistics().tasks_living - before < 200
+            if scope.cancelled_caught:
+                break
+        assert scope.cancelled_caught
+        await until_idle(engine)
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+
+
+async def test_bad_lines_that_nobody_reads_the_refusals_of_are_not_read(sock: Path) -> None:
+    async with served(sock, says("4")), connected(sock) as client:
+        await client.send({"op": "ping", "keep": True})
+        with trio.move_on_after(1) as scope:
+            for _ in range(2000):
+                await client.send(b"nonsense\n" * 1000)
+        assert scope.cancelled_caught
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+
+
+# -- those that go away -----------------------------------------------------------------------------
+
+
+def close(client: Client) -> None:
+    client.stream.socket.close()
+
+
+def half_close_and_close(client: Client) -> None:
+    client.stream.socket.shutdown(socket.SHUT_WR)
+    client.stream.socket.close()
+
+
+def shut_down_both_sides(client: Client) -> None:
+    client.stream.socket.shutdown(socket.SHUT_RDWR)
+
+
+def reset(client: Client) -> None:
+    linger = struct.pack("ii", 1, 0)
+    client.stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    client.stream.socket.close()
+
+
+LEAVING = [close, half_close_and_close, shut_down_both_sides, reset]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", LEAVING)
+async def test_who_leaves_while_it_generates_frees_its_slot(
+    sock: Path, leave: Callable[[Client], None], stream: bool
+) -> None:
+    async with served(sock, says(LONG_TEXT, decode_s=0.001)) as engine:
+        async with connected(sock) as client:
+            await client.send({"prompt": "x", "stream": stream, "max_tokens": 900_000})
+            await until(lambda: engine.stats().decode_tokens > 3)
+            leave(client)
+            await until_all_is_free(sock, engine)
+        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", LEAVING)
+async def test_who_leaves_while_its_prompt_is_read_frees_its_slot(
+    sock: Path, leave: Callable[[Client], None], stream: bool
+) -> None:
+    async with served(sock, says("4", prefill_s=STUCK)) as engine:
+        async with connected(sock) as client:
+            await client.send({"prompt": "x" * 1000, "stream": stream})
+            await until(lambda: engine.stats().slots["prefill"] == 1)
+            await wait_all_tasks_blocked()
+            leave(client)
+            await until_all_is_free(sock, engine)
+        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
+        assert engine.stats().aborted_steps == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("leave", LEAVING)
+async def test_who_leaves_while_it_waits_leaves_the_queue(
+    sock: Path, leave: Callable[[Client], None], stream: bool
+) -> None:
+    async with served(sock, says("4", decode_s=STUCK), n_slots=1) as engine:
+        async with connected(sock) as running, connected(sock) as waiting:
+            await running.send({"prompt": "x"})
+            await until(lambda: engine.stats().slots["free"] == 0)
+            await waiting.send({"prompt": "x", "stream": stream})
+            await until_queued(engine, 1)
+            leave(waiting)
+            await until_queued(engine, 0)
+            assert engine.stats().slots["free"] == 0
+        await until_all_is_free(sock, engine)
+
+
+@pytest.mark.parametrize("leave", LEAVING)
+@pytest.mark.parametrize("sent", [b"", b'{"prompt"', b'{"prompt":"x"}\n', b"x" * 2_000_000])
+async def test_who_leaves_at_once_leaves_nothing(
+    sock: Path, leave: Callable[[Client], None], sent: bytes
+) -> None:
+    async with served(sock, says("4")) as engine:
+        for _ in range(5):
+            async with connected(sock) as client:
+                with trio.move_on_after(0.05):
+                    with suppress(trio.BrokenResourceError):  # refused before all was sent
+                        await client.send(sent)
+                leave(client)
+        await until_all_is_free(sock, engine)
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+
+
+async def test_who_leaves_while_it_does_not_read_frees_its_slot(sock: Path) -> None:
+    async with served(sock, says(LONG_TEXT)) as engine:
+        async with connected(sock) as client:
+            await client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
+            await until(lambda: engine.stats().slots["paused"] == 1)
+        await until_all_is_free(sock, engine)
+
+
+async def test_who_leaves_takes_all_its_requests_along(sock: Path) -> None:
+    async with served(sock, says("4", decode_s=STUCK), n_slots=1) as engine:
+        async with connected(sock) as client:
+            for n in range(10):
+                await client.send({"prompt": "x", "id": n, "keep": True, "stream": n % 2 == 0})
+            await until_queued(engine, 9)
+        await until_all_is_free(sock, engine)
+        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 10}
+
+
+async def test_a_peer_that_has_only_ended_its_side_gets_its_answer(sock: Path) -> None:
+    async with served(sock, says("42", decode_s=0.05)) as engine:
+        for stream in (False, True):
+            reply = await ask(
+                sock, as_line({"prompt": "x", "stream": stream})[:-1], half_close=True
+            )
+            assert json.loads(reply.splitlines()[-1])["text"] == "42"
+        await until_all_is_free(sock, engine)
+        assert engine.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
+
+
+async def test_half_open_peers_cost_their_connections_only(sock: Path) -> None:
+    async with served(sock, says("4"), limits=Limits(request_timeout_s=0.2)) as engine:
+        clients = []
+        for _ in range(50):
+            stream = await trio.open_unix_socket(str(sock))
+            clients.append(Client(stream))
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+        for client in clients:
+            assert await client.rest() == b'{"error":"read timeout"}\n'
+        # They have not closed, and are forgotten all the same.
+        await until_all_is_free(sock, engine)
+        for client in clients:
+            client.stream.socket.close()
+
+
+async def random_client(sock: Path, chance: random.Random) -> None:
+    """Ask for something, stay for a while, and leave in some way."""
+    leave = chance.choice(LEAVING)
+    asked: Json = {"prompt": chance.choice(["long", "short", "x" * 3000]), "max_tokens": 200}
+    asked["stream"] = chance.random() < 0.5
+    if chance.random() < 0.3:
+        asked |= {"id": 1, "keep": True}
+    line = as_line(asked)
+    sent = line if chance.random() < 0.8 else line[: chance.randrange(len(line))]
+    async with connected(sock) as client:
+        await client.send(sent)
+        if chance.random() < 0.3:
+            await client.stream.send_eof()
+        with trio.move_on_after(chance.choice([0, 0.001, 0.005, 0.02, 0.1])):
+            if chance.random() < 0.7:
+                await client.rest()
+            await trio.sleep(HANG_S)
+        leave(client)
+
+
+async def test_clients_that_leave_at_random_moments_leave_nothing_behind(sock: Path) -> None:
+    chance = random.Random(11)
+    model = says({"long": LONG_TEXT, "short": "4", "xxx": "42"}, decode_s=0.0005, prefill_s=1e-6)
+    async with served(sock, model, n_slots=3, n_ctx=8192) as engine:
+        for _ in range(6):
+            async with trio.open_nursery() as nursery:
+                for _ in range(25):
+                    nursery.start_soon(random_client, sock, chance)
+            await until_all_is_free(sock, engine)
+        assert b'"text":"4"' in await ask(sock, {"prompt": "short"})
+
+
+@pytest.mark.parametrize("when", ["waits", "its prompt is read", "it generates"])
+async def test_a_real_engine_is_free_again_too(
+    tiny_model: TinyModels, sock: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("attention", n_ctx_train=100_000)
+    async with (
+        open_engine(path, ONE_THREAD, n_ctx=8192, n_slots=1) as engine,
+        open_plain_nursery() as nursery,
+    ):
+        await nursery.start(serve_unix, engine, sock)
+        async with connected(sock) as client, connected(sock) as other:
+            if when == "it generates":
+                await client.send({"prompt": "the cat", "max_tokens": 8000, "stream": True})
+                await client.reply()
+            elif when == "its prompt is read":
+                with held_steps(monkeypatch) as steps:
+                    await client.send({"prompt": "the cat " * 500})
+                    await until(steps.begun.is_set)
+                    close(client)
+                    await until(lambda: engine.stats().requests["cancelled"] == 1)
+            else:
+                await other.send({"prompt": "the cat", "max_tokens": 8000, "stream": True})
+                await other.reply()
+                await client.send({"prompt": "a hat"})
+                await until_queued(engine, 1)
+                close(client)
+                await until_queued(engine, 0)
+        await until_all_is_free(sock, engine)
+        assert b'"generated_tokens":2}' in await ask(sock, {"prompt": "the cat", "max_tokens": 2})
+
+
+# -- many of them -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+async def test_300_connections_at_once_are_256_answers_and_44_refusals(sock: Path) -> None:
+    async with served(sock, says("42")) as engine:
+        streams = [await trio.open_unix_socket(str(sock)) for _ in range(300)]
+        clients = [Client(stream) for stream in streams]
+        await wait_all_tasks_blocked(0.01)
+        replies = []
+
+        async def finish(client: Client) -> None:
+            with suppress(trio.BrokenResourceError):  # it has been refused already
+                await client.send(b'{"prompt":"x","raw":true}\n')
+            replies.append(await client.rest())
+            client.stream.socket.close()
+
+        async with trio.open_nursery() as nursery:
+            for client in clients:
+                nursery.start_soon(finish, client)
+        busy = b'{"error":"busy: 256 requests are waiting, the limit is 256"}\n'
+        assert replies.count(busy) == 44
+        assert replies.count(b'{"text":"42","prompt_tokens":1,"generated_tokens":3}\n') == 256
+        await until_all_is_free(sock, engine)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+async def test_300_that_connect_and_leave_leave_nothing(sock: Path) -> None:
+    async with served(sock, says("42")) as engine:
+        for _ in range(2):
+            streams = [await trio.open_unix_socket(str(sock)) for _ in range(300)]
+            for stream in streams:
+                stream.socket.close()
+        await until_all_is_free(sock, engine)
+        assert b'"text":"42"' in await ask(sock, {"prompt": "x"})
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket, sys
+import trio
+from llamad_trio import serve_unix
+from llamad_trio.testing import open_scripted_engine
+
+async def main(path):
+    async with open_scripted_engine("42") as engine, trio.open_nursery() as nursery:
+        await nursery.start(serve_unix, engine, path)
+        n_open = len(os.listdir("/proc/self/fd"))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 10, hard))
+        print("ready", flush=True)
+        await trio.sleep_forever()
+
+trio.run(main, sys.argv[1])
+"""
+
+
+def test_running_out_of_descriptors_does_not_kill_the_listener(tmp_path: Path) -> None:
+    sock = tmp_path / "d.sock"
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(sock)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            daemon = Daemon(process, sock, sock)
+            # More than it has descriptors for; the system takes the rest in.
+            clients = [daemon.connect() for _ in range(40)]
+            clients[0].settimeout(0.3)
+            with pytest.raises(TimeoutError):  # nobody answers what is not asked
+                clients[0].recv(1)
+            clients[0].settimeout(HANG_S)
+            for client in clients:
+                client.sendall(b'{"prompt":"x","raw":true}\n')
+                with client, client.makefile("rb") as reply:
+                    assert reply.read() == b'{"text":"42","prompt_tokens":1,"generated_tokens":3}\n'
+            assert daemon.ask(b'{"op":"ping"}\n') == b'{"pong":true}\n'
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+# -- the end of the daemon --------------------------------------------------------------------------
+
+STOPPING = b'{"error":"inference: the daemon is stopping"}\n'
+
+
+async def test_the_end_is_told_to_every_client_whose_request_is_under_way(sock: Path) -> None:
+    model = says(LONG_TEXT, decode_s=0.001)
+    async with open_scripted_engine(model, n_slots=2, n_ctx=1_048_576) as engine:
+        async with (
+            connected_later(sock) as streaming,
+            connected_later(sock) as whole,
+            connected_later(sock) as waiting,
+            connected_later(sock) as silent,
+            connected_later(sock) as kept,
+        ):
+            async with open_plain_nursery() as nursery:
+                await nursery.start(serve_unix, engine, sock)
+                for later in (streaming, whole, waiting, silent, kept):
+                    await later.connect()
+                await streaming.client.send({"prompt": "x", "stream": True})
+                await streaming.client.reply()
+                await whole.client.send({"prompt": "x"})
+                await until(lambda: engine.stats().slots["free"] == 0)
+                await waiting.client.send({"prompt": "x", "id": "w"})
+                await kept.client.send({"prompt": "x", "id": 1, "keep": True})
+                await kept.client.send({"prompt": "x", "id": 2, "keep": True, "stream": True})
+                await until_queued(engine, 3)
+            assert not is_there(sock)
+            *tokens, last = (await streaming.client.rest()).splitlines(keepends=True)
+            assert all(line.startswith(b'{"token":') for line in tokens)
+            assert last == STOPPING
+            assert await whole.client.rest() == STOPPING
+            assert await waiting.client.rest() == b'{"id":"w",' + STOPPING[1:]
+            assert await silent.client.rest() == STOPPING
+            assert sorted((await kept.client.rest()).splitlines(keepends=True)) == [
+                b'{"id":1,' + STOPPING[1:],
+                b'{"id":2,' + STOPPING[1:],
+            ]
+        await until_idle(engine)
+        # The engine is the program's own, and goes on.
+        assert (await engine.complete("x", max_tokens=3)).text == "and"
+
+
+class Later:
+    """A client that connects when it is told to, and may outlive the listener."""
+
+    def __init__(self, sock: Path) -> None:
+        self._sock = sock
+
+    async def connect(self) -> None:
+        self.client = Client(await trio.open_unix_socket(str(self._sock)))
+
+
+@asynccontextmanager
+async def connected_later(sock: Path) -> AsyncIterator[Later]:
+    later = Later(sock)
+    try:
+        yield later
+    finally:
+        later.client.stream.socket.close()
+
+
+async def test_the_end_does_not_wait_for_who_does_not_read(sock: Path) -> None:
+    async with open_scripted_engine(says(LONG_TEXT), n_ctx=1_048_576) as engine:
+        async with connected_later(sock) as later:
+            async with open_plain_nursery() as nursery:
+                await nursery.start(serve_unix, engine, sock)
+                await later.connect()
+                await later.client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
+                await until(lambda: engine.stats().slots["paused"] == 1)
+                started = trio.current_time()
+            assert trio.current_time() - started < 1
+            assert not is_there(sock)
+            # What it has not read stays whole lines, but for the last.
+            *lines, _ = (await later.client.rest()).split(b"\n")
+            assert all("token" in json.loads(line) for line in lines)
+        await until_idle(engine)
+
+
+def replace_by_a_file(path: Path) -> None:
+    path.unlink()
+    path.write_text("mine")
+
+
+async def test_a_socket_that_somebody_else_has_by_now_is_left_alone(sock: Path) -> None:
+    async with open_scripted_engine("4") as engine, open_plain_nursery() as nursery:
+        await nursery.start(serve_unix, engine, sock)
+        replace_by_a_file(sock)
+    assert is_there(sock)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_closes_under_it_is_an_error_for_its_requests(
+    sock: Path, stream: bool
+) -> None:
+    async with open_plain_nursery() as nursery, open_scripted_engine("other") as other:
+        engines: dict[str, Any] = {"other": other}
+        await nursery.start(serve_unix, engines, sock)
+        async with connected(sock) as client:
+            async with open_scripted_engine(says(LONG_TEXT, decode_s=0.001)) as engine:
+                engines["going"] = engine
+                asked = {"prompt": "x", "stream": stream, "model": "going", "id": 1}
+                await client.send(asked)
+                await until(lambda: engine.stats().decode_tokens > 3)
+            *tokens, last = (await client.rest()).splitlines()
+            assert stream or not tokens
+            assert json.loads(last) == {
+                "id": 1,
+                "error": "inference: the engine is closed",
+                "type": "EngineClosed",
+                "details": {},
+            }
+        assert json.loads(await ask(sock, {"prompt": "x", "model": "other"}))["text"] == "other"
+
+
+async def test_an_engine_that_breaks_down_is_an_error_for_its_requests(sock: Path) -> None:
+    from llamad_trio import SessionFatal
+
+    model = says(LONG_TEXT, decode_s=0.001)
+    async with open_plain_nursery() as nursery, open_scripted_engine("other") as other:
+        engines: dict[str, Any] = {"other": other}
+        await nursery.start(serve_unix, engines, sock)
+        async with connected(sock) as client:
+            with pytest.raises(SessionFatal):
+                async with open_scripted_engine(model) as engine:
+                    engines["going"] = engine
+                    await client.send({"prompt": "x", "model": "going", "stream": True})
+                    await client.reply()
+                    model.crash_next_step("why")
+                    await trio.sleep_forever()
+            last = json.loads((await client.rest()).splitlines()[-1])
+            assert (last["type"], last["details"]) == ("SessionFatal", {"reason": "why"})
+        assert json.loads(await ask(sock, {"prompt": "x", "model": "other"}))["text"] == "other"
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError])
+async def test_a_line_that_is_too_much_for_python_costs_its_client_only(
+    sock: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    decode: Callable[[bytes], Any] = getattr(listener, "decode_call")  # noqa: B009  (not exported)
+
+    def fail(line: bytes) -> Any:
+        if b"too much" in line:
+            raise error
+        return decode(line)
+
+    monkeypatch.setattr(listener, "decode_call", fail)
+    async with served(sock, says("4")):
+        assert b'"error"' in await ask(sock, {"prompt": "too much"})
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+
+
+# -- fuzz -------------------------------------------------------------------------------------------
+
+SEEDS: list[Json] = [
+    {"prompt": "2+2?", "max_tokens": 2},
+    {"prompt": "the cat", "stream": True, "max_tokens": 3, "system": "s", "seed": 1},
+    {"prompt": "a", "raw": True, "max_tokens": 1, "stop": ["b"], "temperature": 0},
+    {"history": [{"role": "user", "content": "hi"}], "max_tokens": 2, "id": 1},
+    {"prompt": "a", "events": True, "max_tokens": 2, "template_vars": {"a": [1, {"b": None}]}},
+    {"prompt": "a", "json_schema": {"type": "integer"}, "max_tokens": 3},
+    {"prompt": "a", "regex": "[a-c]{2}", "max_tokens": 3},
+    {"prompt": "a", "grammar": 'root ::= "a"', "max_tokens": 3},
+    {"prompt": "a", "logprobs": 3, "max_tokens": 2, "with_stats": True, "session": "s"},
+    {"tokens": [5, 6, 7], "max_tokens": 2},
+    {"op": "ping", "id": "x" * MAX_ID_CHARS, "keep": True},
+    *({"op": "stats"}, {"op": "models"}, {"op": "cancel", "id": 5}),
+    *({"op": "tokenize", "text": "a\u263a", "special": True}, {"op": "detokenize", "tokens": [9]}),
+    *({"op": "render", "prompt": "a"}, {"op": "count_tokens", "prompt": "a"}),
+    {"op": "score", "prompt": "a", "continuations": ["b", "c"]},
+    {"op": "choose", "prompt": "a", "options": ["b", "c"]},
+]
+NAMES = sorted(
+    {name for seed in SEEDS for name in seed} | {"model", "tools", "tool_choice", "lark"}
+)
+HOSTILE_VALUES = [
+    *("null", "true", "0", "-1", "1e308", "1e999", "-0.0", "5.5", '""', '"\\ud800"', '"\\u0000"'),
+    *("[]", "{}", "[[]]", '[{"a":1}]', "9" * 400, "9" * 5000, "-" + "9" * 25, "NaN", '"x"'),
+    *('"' + "x" * 5000 + '"', "[" * 1200 + "]" * 1200, '{"a":' * 980 + "1" + "}" * 980),
+    *('"{{ messages | length }}"', '{"type":"object"}', '"\\u263a"', '{"$ref":"#"}', '"(a*)*b"'),
+]
+HOSTILE_BYTES = [
+    *(b"\n", b"\r\n", b"\0", b"\xff", b"\xed\xa0\x80", b"\xef\xbb\xbf", b'"', b"\\", b"{", b"}"),
+    *(b"[", b",", b":", b" " * 5000, b"{" * 5000, b"[" * 200_000, b"\n" * 5000, b"x" * 1_100_000),
+]
+
+
+def mutated(chance: random.Random) -> bytes:
+    """A call that may be a good one no more."""
+    seed = dict(chance.choice(SEEDS))
+    kind = chance.randrange(4)
+    if kind == 0:  # the right form, with other values
+        fields = {name: json.dumps(value) for name, value in seed.items()}
+        for _ in range(chance.randrange(1, 4)):
+            fields[chance.choice(NAMES)] = chance.choice(HOSTILE_VALUES)
+        body = ",".join(f"{json.dumps(name)}:{value}" for name, value in fields.items())
+        return b"{" + body.encode() + b"}\n"
+    line = bytearray(as_line(seed))
+    if kind == 1:  # other bytes
+        for _ in range(chance.randrange(1, 6)):
+            line[chance.randrange(len(line))] = chance.randrange(256)
+    elif kind == 2:  # parts twice, moved or missing
+        for _ in range(chance.randrange(1, 4)):
+            a, b = sorted(chance.choices(range(len(line) + 1), k=2))
+            line[a:b] = chance.choice([b"", line[a:b] * 2, chance.choice(HOSTILE_BYTES)])
+    else:  # nothing that ever was one
+        line[:] = chance.randbytes(chance.randrange(200))
+    return bytes(line)
+
+
+def check_replies(sent: bytes, replies: bytes) -> None:
+    """Each line is whole; an error is one line, and the last of its request."""
+    assert replies == b"" or replies.endswith(b"\n"), sent[:200]
+    found = [json.loads(line) for line in replies.splitlines()]
+    assert found or not sent.strip(), sent[:200]
+    assert all(isinstance(reply, dict) and reply for reply in found), sent[:200]
+    if b'"keep":true' not in sent:
+        assert sum("error" in reply for reply in found) <= 1, sent[:200]
+        assert not [reply for reply in found[:-1] if "error" in reply], sent[:200]
+    for reply in found:
+        assert "internal error" not in str(reply.get("error")), sent[:200]
+
+
+@attrs.frozen
+class Size:
+    """What a process takes of the system."""
+
+    rss_bytes: int
+    n_descriptors: int
+    n_threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Size:
+        status = Path(f"/proc/{pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return cls(
+            int(fields["VmRSS"].split()[0]) * 1024,
+            len(os.listdir(f"/proc/{pid}/fd")),
+            int(fields["Threads"]),
+        )
+
+
+MOST_GROWTH_BYTES = 24 * 1024 * 1024
+MOST_NEW_THREADS = 4
+"""Trio keeps idle threads for ten seconds."""
+
+
+def check_growth(daemon: Daemon, before: Size) -> None:
+    after = Size.of(daemon.pid)
+    assert after.n_descriptors <= before.n_descriptors + 1
+    assert after.n_threads <= before.n_threads + MOST_NEW_THREADS
+    assert after.rss_bytes <= before.rss_bytes + MOST_GROWTH_BYTES
+
+
+def check_good_request(daemon: Daemon) -> None:
+    reply = daemon.reply({"prompt": "the cat", "max_tokens": 2, "temperature": 0})
+    assert reply["generated_tokens"] == 2
+    assert daemon.process.poll() is None
+
+
+@pytest.fixture(scope="module")
+def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """The real one, for all that is thrown at it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    model = tiny_model("attention")
+    with running_daemon(folder / "d.sock", model) as daemon:
+        yield daemon
+
+
+def fuzz(daemon: Daemon, n: int, seed: int) -> None:
+    chance = random.Random(seed)
+    warm_up = random.Random(seed + 1)
+    for _ in range(150):
+        daemon.ask(mutated(warm_up), half_close=True)
+    check_good_request(daemon)
+    before = Size.of(daemon.pid)
+    for _ in range(n):
+        sent = mutated(chance)
+        check_replies(sent, daemon.ask(sent, half_close=True))
+    check_good_request(daemon)
+    assert daemon.is_idle()
+    check_growth(daemon, before)
+    assert "Traceback" not in daemon.log
+
+
+def test_400_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon) -> None:
+    fuzz(daemon, 400, seed=7)
+
+
+@pytest.mark.slow
+def test_10_000_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon) -> None:
+    fuzz(daemon, 10_000, seed=8)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+lines = st.one_of(
+    st.binary(max_size=100),
+    json_values.map(as_line),
+    st.builds(
+        lambda seed, more: as_line({**seed, **more}),
+        st.sampled_from(SEEDS),
+        st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3),
+    ),
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sent=lines)
+def test_whatever_is_sent_is_answered(daemon: Daemon, sent: bytes) -> None:
+    check_replies(sent, daemon.ask(sent, half_close=True))
+
+
+@settings(max_examples=25)
+@given(sent=lines, n_bytes=st.integers(0, 100))
+def test_whoever_leaves_in_between_is_forgotten(daemon: Daemon, sent: bytes, n_bytes: int) -> None:
+    with daemon.connect() as client:
+        client.sendall(sent[:n_bytes])
+    assert daemon.ask(b'{"op":"ping"}\n') == b'{"pong":true}\n'
+
+
+def test_after_all_that_a_good_request_is_answered(daemon: Daemon) -> None:
+    check_good_request(daemon)
+    assert "Traceback" not in daemon.log

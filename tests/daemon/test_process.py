@@ -1,0 +1,617 @@
+"""The daemon as it is deployed: a process, its clients in other languages, and its signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from llamad_trio.core.config import EngineConfig
+from tests.daemon.support import (
+    HANG_S,
+    ROOT,
+    Daemon,
+    Json,
+    as_line,
+    is_there,
+    running_daemon,
+    wait_for,
+)
+from tests.models import TinyModels
+
+SOON_S = 5.0
+"""What is measured in tens of milliseconds, on a machine that has much else to do."""
+
+LONG: Json = {"prompt": "the cat", "max_tokens": 90_000}
+"""A request that no test waits for the end of."""
+
+STOPPING = {"error": "inference: the daemon is stopping"}
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    found = shutil.which(program) is not None
+    return pytest.mark.skipif(not found, reason=f"{program} is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyModels) -> Path:
+    """A model that never ends a text of itself, and has room for a long one."""
+    return tiny_model("attention", n_ctx_train=100_000)
+
+
+@pytest.fixture(scope="module")
+def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One for all the tests that leave it running."""
+    sock = tmp_path_factory.mktemp("process") / "d.sock"
+    with running_daemon(
+        sock, model, env={"LLAMAD_N_CTX": "100000", "LLAMAD_N_SLOTS": "4"}
+    ) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def sock(tmp_path: Path) -> Path:
+    """The path of a daemon of one's own."""
+    return tmp_path / "own.sock"
+
+
+@contextmanager
+def own_daemon(sock: Path, model: Path, **env: str) -> Iterator[Daemon]:
+    with running_daemon(sock, model, env={"LLAMAD_N_CTX": "100000", **env}) as daemon:
+        yield daemon
+
+
+@contextmanager
+def streaming(daemon: Daemon, **fields: object) -> Iterator[Stream]:
+    """A stream that has begun."""
+    with daemon.connect() as client:
+        client.sendall(as_line({**LONG, "stream": True, **fields}))
+        stream = Stream(client)
+        assert "token" in stream.reply()
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+
+class Stream:
+    """The lines of a reply that is coming."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._lines = client.makefile("rb")
+
+    def reply(self) -> Json:
+        """The next line."""
+        reply: Json = json.loads(self._lines.readline())
+        return reply
+
+    def close(self) -> None:
+        """Let go of the socket, which stays open until the last of its files is closed."""
+        self._lines.close()
+
+    def last(self) -> Json | None:
+        """The last line, once the daemon has closed; `None` if all of them were tokens."""
+        lines = self._lines.readlines()
+        assert all(line.endswith(b"\n") for line in lines)
+        last: Json = json.loads(lines[-1]) if lines else {"token": ""}
+        return None if "token" in last else last
+
+
+def assert_one_line(error: bytes | str, *words: str) -> None:
+    text = error.decode() if isinstance(error, bytes) else error
+    assert len(text.splitlines()) == 1, text
+    assert text.startswith("error: ")
+    for word in words:
+        assert word in text
+
+
+def error_of(log: str) -> str:
+    """What a daemon that could not go on says, without what it logged before."""
+    assert "Traceback" not in log
+    return "\n".join(
+        line for line in log.splitlines() if " INFO " not in line and " WARNING " not in line
+    )
+
+
+# -- clients ------------------------------------------------------------------------------------------
+
+PYTHON_CLIENT = """
+import json
+import socket
+import sys
+
+path, prompt = sys.argv[1:]
+text = ""
+with socket.socket(socket.AF_UNIX) as daemon:
+    daemon.connect(path)
+    request = {"prompt": prompt, "stream": True, "max_tokens": 20, "temperature": 0}
+    daemon.sendall(json.dumps(request).encode() + b"\\n")
+    for line in daemon.makefile("rb"):
+        reply = json.loads(line)
+        if "error" in reply:
+            sys.exit(reply["error"])
+        if reply.get("done"):
+            assert reply["text"] == text
+            print(json.dumps(reply))
+        else:
+            text += reply["token"]
+"""
+
+NODE_CLIENT = """
+const [path, prompt] = process.argv.slice(2);
+const daemon = require("net").connect(path);
+let received = "";
+daemon.setEncoding("utf8");
+daemon.on("data", (data) => { received += data; });
+daemon.on("end", () => {
+  const replies = received.trimEnd().split("\\n").map((line) => JSON.parse(line));
+  const text = replies.slice(0, -1).map((reply) => reply.token).join("");
+  const last = replies.at(-1);
+  if (last.error || last.text !== text) process.exit(1);
+  console.log(JSON.stringify(last));
+});
+const request = { prompt, stream: true, max_tokens: 20, temperature: 0 };
+daemon.write(JSON.stringify(request) + "\\n");
+"""
+
+ASKED: Json = {"prompt": "the cat", "max_tokens": 20, "temperature": 0}
+
+
+def output_of(*command: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:
+    result = subprocess.run(
+        [*map(str, command)],
+        input=stdin,
+        capture_output=True,
+        timeout=HANG_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert result.returncode == status, result.stderr.decode()
+    return result.stdout
+
+
+def test_twenty_lines_of_python_are_a_client(daemon: Daemon, tmp_path: Path) -> None:
+    assert len(PYTHON_CLIENT.strip().splitlines()) <= 20
+    file = tmp_path / "client.py"
+    file.write_text(PYTHON_CLIENT)
+    expected = daemon.reply(ASKED)
+    assert expected["generated_tokens"] == 20
+    told = json.loads(output_of(sys.executable, "-I", file, daemon.path, ASKED["prompt"]))
+    assert told == {"done": True, **expected}
+    output_of(sys.executable, "-I", file, daemon.path, "x" * 110_000, status=1)
+
+
+@needs("node")
+def test_node_is_a_client(daemon: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "client.cjs"
+    file.write_text(NODE_CLIENT)
+    told = json.loads(output_of("node", file, daemon.path, ASKED["prompt"]))
+    assert told == {"done": True, **daemon.reply(ASKED)}
+    output_of("node", file, daemon.path, "x" * 110_000, status=1)
+
+
+NC = ("nc", "-N", "-U")
+
+
+@needs("nc")
+@pytest.mark.parametrize("ending", [b"\n", b"", b"\r\n"])
+def test_nc_is_a_client(daemon: Daemon, ending: bytes) -> None:
+    line = as_line(ASKED)[:-1] + ending
+    assert output_of(*NC, daemon.path, stdin=line) == daemon.ask(ASKED)
+    streamed = output_of(*NC, daemon.path, stdin=as_line({**ASKED, "stream": True})[:-1] + ending)
+    assert json.loads(streamed.splitlines()[-1]) == {"done": True, **daemon.reply(ASKED)}
+    refused = output_of(*NC, daemon.path, stdin=b'{"prompt":5}' + ending)
+    assert refused == b'{"error":"invalid request: prompt must be text, not int"}\n'
+
+
+@needs("socat")
+@pytest.mark.parametrize("ending", [b"\n", b""])
+def test_socat_is_a_client(daemon: Daemon, ending: bytes) -> None:
+    address = f"UNIX-CONNECT:{daemon.path}"
+    command = ("socat", "-t", str(HANG_S), "-", address)
+    assert output_of(*command, stdin=as_line(ASKED)[:-1] + ending) == daemon.ask(ASKED)
+    streamed = output_of(*command, stdin=as_line({**ASKED, "stream": True})[:-1] + ending)
+    assert json.loads(streamed.splitlines()[-1]) == {"done": True, **daemon.reply(ASKED)}
+
+
+def llamad(*arguments: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:
+    return output_of(sys.executable, "-m", "llamad_trio", *arguments, stdin=stdin, status=status)
+
+
+def test_complete_asks_a_daemon(daemon: Daemon) -> None:
+    flags = ("--max-tokens", "20", "--temperature", "0")
+    expected = daemon.reply(ASKED)
+    told = llamad("complete", "the cat", "--socket", daemon.path, *flags).decode()
+    assert told == expected["text"] + "\n"
+    as_json = json.loads(llamad("complete", "the cat", "--socket", daemon.path, "--json", *flags))
+    assert expected.items() <= as_json.items()
+    assert as_json["finish_reason"] == "length"
+    piped = llamad("complete", "--socket", daemon.path, *flags, stdin=b"the cat").decode()
+    assert piped == told
+
+
+def test_top_tells_what_a_daemon_is_doing(daemon: Daemon) -> None:
+    with streaming(daemon):
+        told = json.loads(
+            llamad("top", "--once", "--json", "--interval", "0.05", "--socket", daemon.path)
+        )
+    assert told["connections"] == 2
+    (model,) = told["models"].values()
+    assert sum(model["stats"]["slots"].values()) == 4
+    assert model["stats"]["slots"]["free"] == 3
+    assert model["stats"]["kv_used_tokens"] > 0
+    assert model["config"]["n_slots"] == 4
+    wait_for(daemon.is_idle)
+
+
+@pytest.mark.parametrize("command", [("complete", "x"), ("top", "--once")])
+def test_without_a_daemon_clients_say_so_in_one_line(command: tuple[str, ...], sock: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "llamad_trio", *command, "--socket", str(sock)],
+        capture_output=True,
+        timeout=HANG_S,
+        check=False,
+        cwd=ROOT,
+    )
+    assert result.returncode == 1
+    assert_one_line(result.stderr, str(sock), "no such socket")
+
+
+# -- clients that are killed --------------------------------------------------------------------------
+
+KILLED_CLIENT = """
+import signal, socket, sys
+with socket.socket(socket.AF_UNIX) as daemon:
+    daemon.connect(sys.argv[1])
+    daemon.sendall(sys.stdin.buffer.readline())
+    print("sent", flush=True)
+    if sys.argv[2] == "reads":
+        daemon.recv(1)
+        print("received", flush=True)
+    signal.pause()
+"""
+
+
+@contextmanager
+def other_process(daemon: Daemon, request: Json, does: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-I", "-c", KILLED_CLIENT, str(daemon.path), does]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(as_line(request))
+            process.stdin.flush()
+            assert process.stdout.readline() == b"sent\n"
+            assert does != "reads" or process.stdout.readline() == b"received\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_kill_9_of_a_client_that_is_answered_frees_its_slot(daemon: Daemon, stream: bool) -> None:
+    cancelled = daemon.stats()["requests"]["cancelled"]
+    does = "reads" if stream else "waits"
+    with other_process(daemon, {**LONG, "stream": stream}, does) as process:
+        wait_for(lambda: daemon.stats()["slots"]["free"] == 3)
+        process.kill()
+        assert wait_for(daemon.is_idle) < SOON_S
+    assert daemon.stats()["requests"]["cancelled"] == cancelled + 1
+
+
+def test_kill_9_of_a_client_whose_prompt_is_read_frees_its_slot(daemon: Daemon) -> None:
+    # Far more work than is waited for.
+    with other_process(daemon, {"tokens": [50] * 60_000, "max_tokens": 1}, "waits") as process:
+        wait_for(lambda: daemon.stats()["slots"]["prefill"] == 1)
+        process.kill()
+        assert wait_for(daemon.is_idle) < SOON_S
+    assert daemon.reply(ASKED)["generated_tokens"] == 20
+
+
+def test_kill_9_of_a_client_that_waits_leaves_the_queue(daemon: Daemon) -> None:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(streaming(daemon)) for _ in range(4)]
+        with other_process(daemon, LONG, "waits") as process:
+            wait_for(lambda: daemon.stats()["queued"] == 1)
+            process.kill()
+            assert wait_for(lambda: daemon.stats()["queued"] == 0) < SOON_S
+        assert all("token" in stream.reply() for stream in streams)
+    wait_for(daemon.is_idle)
+
+
+# -- the path -----------------------------------------------------------------------------------------
+
+
+def test_kill_9_of_the_daemon_and_it_starts_again_over_the_stale_socket(
+    sock: Path, model: Path
+) -> None:
+    with own_daemon(sock, model) as daemon, streaming(daemon) as stream:
+        daemon.signal(signal.SIGKILL)
+        assert daemon.wait() == -signal.SIGKILL
+        assert stream.last() is None
+    assert is_there(sock)
+    with own_daemon(sock, model) as daemon:
+        assert daemon.reply(ASKED)["generated_tokens"] == 20
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    assert not is_there(sock)
+
+
+def test_the_second_daemon_on_one_path_fails_in_one_line(daemon: Daemon, model: Path) -> None:
+    command = [sys.executable, "-m", "llamad_trio", "serve", str(model), "--socket"]
+    result = subprocess.run(
+        [*command, str(daemon.path)],
+        capture_output=True,
+        timeout=HANG_S,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "LLAMAD_N_THREADS": "1"},
+    )
+    assert result.returncode == 1
+    assert_one_line(error_of(result.stderr.decode()), str(daemon.path), "another daemon")
+    assert daemon.reply({"op": "ping"}) == {"pong": True}
+
+
+def test_the_socket_is_for_its_user_alone(daemon: Daemon) -> None:
+    assert daemon.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_model_that_is_not_there_is_one_line(sock: Path, tmp_path: Path) -> None:
+    with running_daemon(sock, tmp_path / "no.gguf", is_ready=False) as daemon:
+        assert daemon.wait() == 1
+        assert_one_line(error_of(daemon.log), "no.gguf")
+    assert not is_there(sock)
+
+
+# -- SIGINT and SIGTERM -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_in_the_midst_of_everything(
+    sock: Path, model: Path, number: signal.Signals
+) -> None:
+    with (
+        own_daemon(sock, model, LLAMAD_N_SLOTS="2") as daemon,
+        streaming(daemon) as stream,
+        daemon.connect() as whole,
+        daemon.connect() as waiting,
+        daemon.connect() as silent,
+    ):
+        whole.sendall(as_line(LONG))
+        wait_for(lambda: daemon.stats()["slots"]["free"] == 0)
+        waiting.sendall(as_line({**LONG, "id": 1}))
+        wait_for(lambda: daemon.stats()["queued"] == 1)
+        daemon.signal(number)
+        assert daemon.wait(SOON_S) == 0
+        assert not is_there(sock)
+        assert not is_there(sock.with_name(f"{sock.name}.lock"))
+        assert stream.last() == STOPPING
+        for client, id_ in ((whole, {}), (waiting, {"id": 1}), (silent, {})):
+            assert Stream(client).last() == {**id_, **STOPPING}
+        assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_midst_of_the_load_ends_it_in_order(
+    sock: Path, model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = tmp_path / "many.toml"
+    config.write_text("".join(table(f"m{n}", model) for n in range(100)))
+    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+        maps = Path(f"/proc/{daemon.pid}/maps")
+        wait_for(lambda: model.name in maps.read_text())  # the first of them
+        daemon.signal(number)
+        assert daemon.wait(SOON_S) == 0
+        assert "listening" not in daemon.log
+        assert "Traceback" not in daemon.log
+    assert not is_there(sock)
+
+
+# -- SIGHUP -------------------------------------------------------------------------------------------
+
+
+def table(name: str, path: Path, **fields: int) -> str:
+    lines = [f"[models.{name}]", f"path = {str(path)!r}"]
+    return "\n".join([*lines, *(f"{key} = {value}" for key, value in fields.items())]) + "\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "daemon.toml"
+    path.write_text(table("stays", model, n_ctx=100_000) + table("goes", model))
+    return path
+
+
+def names(daemon: Daemon) -> list[str]:
+    return [model["name"] for model in daemon.reply({"op": "models"})["models"]]
+
+
+def test_sighup_adds_removes_and_replaces_models_and_leaves_the_rest_alone(
+    sock: Path, config: Path, model: Path
+) -> None:
+    with running_daemon(sock, "--config", config) as daemon, daemon.connect() as leaving:
+        assert names(daemon) == ["stays", "goes"]
+        leaving.sendall(as_line({**LONG, "model": "goes", "max_tokens": 3000}))
+        with streaming(daemon, model="stays") as stream:
+            wait_for(lambda: daemon.stats("goes")["slots"]["free"] < 4)
+            config.write_text(table("comes", model) + table("stays", model, n_ctx=100_000))
+            daemon.signal(signal.SIGHUP)
+            wait_for(lambda: names(daemon) == ["comes", "stays"])
+            assert Stream(leaving).last() == {
+                "error": "inference: the engine is closed",
+                "type": "EngineClosed",
+                "details": {},
+            }
+            for _ in range(20):
+                assert "token" in stream.reply()
+            assert daemon.stats("stays")["requests"]["cancelled"] == 0
+            assert daemon.reply({**ASKED, "model": "comes"})["generated_tokens"] == 20
+            gone = daemon.reply({**ASKED, "model": "goes"})
+            assert gone["error"].startswith("invalid request: unknown model 'goes'")
+            # What is set up in another way is replaced.
+            stays = table("stays", model, n_ctx=100_000)
+            config.write_text(table("comes", model, n_slots=7) + stays)
+            daemon.signal(signal.SIGHUP)
+            wait_for(lambda: daemon.stats("comes")["slots"]["free"] == 7)
+            assert daemon.reply({**ASKED, "model": "comes"})["generated_tokens"] == 20
+            for _ in range(20):
+                assert "token" in stream.reply()
+
+
+def errors(daemon: Daemon) -> list[str]:
+    lines = daemon.log.splitlines()
+    return [line for line in lines if " ERROR " in line and " stay" in line]  # not llama.cpp's
+
+
+def has_errors(daemon: Daemon, n: int) -> bool:
+    return len(errors(daemon)) == n
+
+
+def test_sighup_with_a_bad_file_changes_nothing_and_says_why(
+    sock: Path, config: Path, model: Path
+) -> None:
+    broken = config.parent / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    bad = {
+        "no TOML at all": "not valid TOML",
+        "[models.a]\npath = 'a'\nn_ctxx = 5\n": "n_ctx",
+        "": "no model",
+        table("comes", model) + table("a", Path("/no/such/file.gguf")): "no such file",
+        table("comes", model) + table("a", broken): "broken.gguf",
+    }
+
+    with running_daemon(sock, "--config", config) as daemon, streaming(daemon) as stream:
+        for n, (text, reason) in enumerate(bad.items(), start=1):
+            config.write_text(text)
+            daemon.signal(signal.SIGHUP)
+            wait_for(partial(has_errors, daemon, n))
+            assert reason in errors(daemon)[-1]
+            assert names(daemon) == ["stays", "goes"]
+            assert "token" in stream.reply()
+        config.unlink()
+        daemon.signal(signal.SIGHUP)
+        wait_for(partial(has_errors, daemon, len(bad) + 1))
+        assert "cannot be read" in errors(daemon)[-1]
+        assert daemon.reply({**ASKED, "model": "goes"})["generated_tokens"] == 20
+        assert "Traceback" not in daemon.log
+        # What is right by then is taken.
+        config.write_text(table("comes", model))
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: names(daemon) == ["comes"])
+        assert daemon.reply(ASKED)["generated_tokens"] == 20
+
+
+def test_sighup_without_a_file_changes_nothing(daemon: Daemon) -> None:
+    with streaming(daemon) as stream:
+        daemon.signal(signal.SIGHUP)
+        for _ in range(20):
+            assert "token" in stream.reply()
+        assert daemon.reply({"op": "ping"}) == {"pong": True}
+        assert daemon.process.poll() is None
+    wait_for(daemon.is_idle)
+
+
+# -- systemd ------------------------------------------------------------------------------------------
+
+ACTIVATE = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); "
+    "os.environ['LISTEN_FDS'] = '1'; os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+)
+
+
+def test_a_socket_of_systemd_is_listened_on_and_left_there(sock: Path, model: Path) -> None:
+    named = sock.with_name("named.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(sock))
+        listener.listen()
+        fd = listener.fileno()
+        command = (
+            sys.executable,
+            "-c",
+            ACTIVATE,
+            str(fd),
+            "-m",
+            "llamad_trio",
+            "serve",
+            str(model),
+        )
+        with running_daemon(named, command=command, pass_fds=[fd]) as started:
+            daemon = Daemon(started.process, sock, started.log_path)
+            assert not is_there(named)
+            assert daemon.reply(ASKED)["generated_tokens"] == 20
+            daemon.signal(signal.SIGTERM)
+            assert daemon.wait() == 0
+    assert is_there(sock)
+
+
+def test_clients_that_were_there_before_it_was_ready_are_answered(sock: Path, model: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as early:
+        listener.bind(str(sock))
+        listener.listen()
+        early.settimeout(HANG_S)
+        early.connect(str(sock))
+        early.sendall(as_line(ASKED))
+        fd = listener.fileno()
+        command = (
+            sys.executable,
+            "-c",
+            ACTIVATE,
+            str(fd),
+            "-m",
+            "llamad_trio",
+            "serve",
+            str(model),
+        )
+        with running_daemon(sock.with_name("n"), command=command, pass_fds=[fd], is_ready=False):
+            assert Stream(early).reply()["generated_tokens"] == 20
+
+
+def test_it_tells_that_it_is_ready_when_it_is_and_that_it_stops(sock: Path, model: Path) -> None:
+    # `running_daemon` has seen READY=1; here is the rest.
+    manager_path = sock.with_name("manager")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(manager_path))
+        manager.settimeout(HANG_S)
+        with running_daemon(
+            sock, model, is_ready=False, env={"NOTIFY_SOCKET": str(manager_path)}
+        ) as daemon:
+            assert not is_there(sock)
+            assert manager.recv(100) == b"READY=1"
+            assert daemon.reply({"op": "ping"}) == {"pong": True}
+            daemon.signal(signal.SIGTERM)
+            assert manager.recv(100) == b"STOPPING=1"
+            assert daemon.wait() == 0
+
+
+# -- several at once ----------------------------------------------------------------------------------
+
+
+def test_several_clients_get_what_each_would_get_alone(daemon: Daemon) -> None:
+    prompts = [f"the cat {n}" for n in range(8)]
+    asked: list[Json] = [{**ASKED, "prompt": prompt, "id": prompt} for prompt in prompts]
+    replies: dict[str, Json] = {}
+
+    def ask(request: Json) -> None:
+        reply = daemon.reply(request)
+        replies[reply["id"]] = reply
+
+    threads = [threading.Thread(target=ask, args=(request,)) for request in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies.keys() == set(prompts)
+    assert {reply["generated_tokens"] for reply in replies.values()} == {20}
+    wait_for(daemon.is_idle)
+    assert EngineConfig().n_slots < len(prompts)  # some of them have waited

@@ -1,0 +1,887 @@
+"""Every form of request and reply, byte for byte, over a real socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from llamad_trio import EngineLike, Limits, serve_unix
+from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from tests.daemon.support import (
+    LONG_TEXT,
+    Json,
+    as_line,
+    ask,
+    connected,
+    is_there,
+    says,
+    served,
+)
+from tests.engine.support import until, until_idle, until_queued
+
+MIB = 1024 * 1024
+
+FOUR = b'{"text":"4","prompt_tokens":4,"generated_tokens":2}\n'
+"""The reply to `ASKED`, of the scripted model, whose tokens are characters and an end."""
+
+ASKED = b'{"prompt":"2+2?","raw":true}'
+STREAMED = b'{"prompt":"20+22","raw":true,"stream":true}'
+FORTY_TWO = (
+    b'{"token":"4"}\n{"token":"2"}\n'
+    b'{"done":true,"text":"42","prompt_tokens":5,"generated_tokens":3}\n'
+)
+
+STUCK = 3600.0
+"""Seconds for a step of a model that is to come to nothing while a test looks."""
+
+
+def arithmetic(**options: Any) -> ScriptedModel:
+    return says(
+        {
+            "2+2?": "4",
+            "20+22": "42",
+            "fail": ValueError("why"),
+            "count": LONG_TEXT,
+        },
+        **options,
+    )
+
+
+async def settled() -> None:
+    """Let the daemon read what was sent."""
+    await wait_all_tasks_blocked(0.001)
+
+
+# -- one request, one reply -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ending", "half_close"), [(b"\n", False), (b"", True), (b"\n", True), (b"\r\n", False)]
+)
+async def test_a_request_ends_with_a_newline_or_a_half_close(
+    sock: Path, ending: bytes, half_close: bool
+) -> None:
+    async with served(sock, arithmetic()):
+        assert await ask(sock, ASKED + ending, half_close=half_close) == FOUR
+        assert await ask(sock, STREAMED + ending, half_close=half_close) == FORTY_TWO
+
+
+@pytest.mark.parametrize("half_close", [False, True])
+async def test_an_error_is_one_line_in_both_modes(sock: Path, half_close: bool) -> None:
+    error = b'{"error":"inference: ValueError: why"}\n'
+    ending = b"" if half_close else b"\n"
+    async with served(sock, arithmetic()):
+        for request in (b'{"prompt":"fail"}', b'{"prompt":"fail","stream":true}'):
+            assert await ask(sock, request + ending, half_close=half_close) == error
+
+
+async def test_an_error_comes_in_the_place_of_the_rest_of_a_stream(sock: Path) -> None:
+    model = arithmetic(decode_s=0.01)
+    async with served(sock, model) as engine, connected(sock) as client:
+        await client.send(b'{"prompt":"count","stream":true}\n')
+        assert await client.line() == b'{"token":"a"}\n'
+        model.fail_next_step("why")
+        *tokens, last = (await client.rest()).splitlines(keepends=True)
+        assert all(line.startswith(b'{"token":') for line in tokens)
+        assert last == b'{"error":"inference: why"}\n'
+        await until_idle(engine)
+
+
+async def test_text_comes_as_utf8_in_whole_characters(sock: Path) -> None:
+    async with served(sock, says('"\N{SNOWMAN}\n\N{GRINNING FACE}\x01')):
+        assert (
+            await ask(sock, b'{"prompt":"x","raw":true,"stream":true}\n')
+            == (
+                '{"token":"\\""}\n{"token":"\N{SNOWMAN}"}\n{"token":"\\n"}\n'
+                '{"token":"\N{GRINNING FACE}"}\n{"token":"\\u0001"}\n'
+                '{"done":true,"text":"\\"\N{SNOWMAN}\\n\N{GRINNING FACE}\\u0001",'
+                '"prompt_tokens":1,"generated_tokens":6}\n'
+            ).encode()
+        )
+
+
+async def test_a_reply_without_text_is_one_all_the_same(sock: Path) -> None:
+    async with served(sock, says("")):
+        whole = b'{"text":"","prompt_tokens":1,"generated_tokens":1}\n'
+        assert await ask(sock, b'{"prompt":"x","raw":true}\n') == whole
+        done = b'{"done":true,"text":"","prompt_tokens":1,"generated_tokens":1}\n'
+        assert await ask(sock, b'{"prompt":"x","raw":true,"stream":true}\n') == done
+
+
+async def test_the_fields_of_the_original_reach_the_engine(sock: Path) -> None:
+    async with served(sock, says(lambda prompt: "ab" + prompt)):
+        request = {
+            "prompt": "c",
+            "system": "s",
+            "history": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "v"}],
+            "stop": ["\nuser: c"],
+            "max_tokens": 500,
+        }
+        reply = json.loads(await ask(sock, request))
+        assert reply["text"] == "absystem: s\nuser: u\nassistant: v"
+        assert reply.keys() == {"text", "prompt_tokens", "generated_tokens"}
+        assert json.loads(await ask(sock, {"prompt": "c", "max_tokens": 1}))["text"] == "a"
+
+
+async def test_a_refusal_of_the_engine_has_the_contracts_words(sock: Path) -> None:
+    async with served(sock, arithmetic(), n_ctx=16):
+        assert await ask(sock, {"prompt": "x" * 60, "raw": True}) == (
+            b'{"error":"prompt too long: 60 tokens, at most 15 fit"}\n'
+        )
+        assert await ask(sock, {"prompt": "x" * 60, "raw": True, "id": 1}) == (
+            b'{"id":1,"error":"prompt too long: 60 tokens, at most 15 fit",'
+            b'"type":"PromptTooLong","details":{"tokens":60,"budget":15}}\n'
+        )
+
+
+async def test_a_model_without_a_template_says_so(sock: Path) -> None:
+    async with served(sock, arithmetic(chat_template=None)):
+        reply = json.loads(await ask(sock, {"prompt": "2+2?"}))
+        assert reply["error"].startswith("invalid request: ")
+        assert "template" in reply["error"]
+        assert await ask(sock, ASKED + b"\n") == FOUR
+
+
+# -- how a request may come -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", [ASKED + b"\n", STREAMED + b"\n", b'{"prompt":"\\u263a"}\r\n'])
+async def test_a_request_may_be_cut_at_every_byte(sock: Path, request_: bytes) -> None:
+    async with served(sock, says("4")):
+        whole = await ask(sock, request_)
+        assert whole.endswith(b"}\n")
+        for place in range(1, len(request_)):
+            async with connected(sock) as client:
+                await client.send(request_[:place])
+                await settled()
+                await client.send(request_[place:])
+                assert await client.rest() == whole
+
+
+async def test_a_request_may_come_a_byte_at_a_time(sock: Path) -> None:
+    async with served(sock, arithmetic()), connected(sock) as client:
+        for place in range(len(ASKED)):
+            await client.send(ASKED[place : place + 1])
+            await settled()
+        await client.stream.send_eof()
+        assert await client.rest() == FOUR
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ASKED + b" \n",
+        b" \t" + ASKED + b" \t \r\n",
+        b'{ "raw" :\ttrue\r, "prompt" : "2+2?" }\n',
+        b'{"raw":true,"prompt":"\\u0032+2\\u003f"}\n',
+        ASKED + b"\n\n\n",
+    ],
+)
+async def test_white_space_is_no_part_of_a_request(sock: Path, request_: bytes) -> None:
+    async with served(sock, arithmetic()):
+        assert await ask(sock, request_) == FOUR
+
+
+@pytest.mark.parametrize("blank", [b"", b" ", b"\n", b"\r\n", b" \t\r\n", b"\n\n", b"\n" + ASKED])
+async def test_without_a_request_the_reply_is_that_it_is_empty(sock: Path, blank: bytes) -> None:
+    async with served(sock, arithmetic()):
+        assert await ask(sock, blank, half_close=True) == b'{"error":"empty request"}\n'
+
+
+async def test_what_comes_after_a_request_is_ignored(sock: Path) -> None:
+    model = arithmetic()
+    async with served(sock, model) as engine:
+        for more in (STREAMED + b"\n", b"nonsense", b"\0" * 100_000):
+            assert await ask(sock, ASKED + b"\n" + more) == FOUR
+        assert engine.stats().requests == {"completed": 3, "failed": 0, "cancelled": 0}
+
+
+def padded(n_bytes: int) -> bytes:
+    """`ASKED` with white space in it, of this length."""
+    return ASKED[:-1] + b" " * (n_bytes - len(ASKED)) + b"}"
+
+
+TOO_LARGE = b'{"error":"request too large"}\n'
+
+
+async def test_a_request_may_have_a_mebibyte_and_no_more(sock: Path) -> None:
+    async with served(sock, arithmetic()) as engine:
+        for ending, half_close in ((b"\n", False), (b"", True)):
+            assert await ask(sock, padded(MIB) + ending, half_close=half_close) == FOUR
+            assert await ask(sock, padded(MIB + 1) + ending, half_close=half_close) == TOO_LARGE
+        # Nobody waits for the end of what is too large already.
+        assert await ask(sock, b" " * (MIB + 1)) == TOO_LARGE
+        assert engine.stats().requests["completed"] == 2
+
+
+async def test_who_goes_on_sending_what_is_refused_sees_why(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        assert await ask(sock, b"x" * (6 * MIB)) == TOO_LARGE
+        assert await ask(sock, b"x" * (6 * MIB) + b"\n" + ASKED, half_close=True) == TOO_LARGE
+        async with connected(sock) as client:
+            await client.send(b"x" * (6 * MIB))  # all of it, before a byte is read
+            assert await client.rest() == TOO_LARGE
+
+
+async def test_the_limit_of_a_request_can_be_set(sock: Path) -> None:
+    async with served(sock, arithmetic(), limits=Limits(max_request_bytes=64)):
+        assert await ask(sock, padded(64) + b"\n") == FOUR
+        assert await ask(sock, padded(65) + b"\n") == TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (b"\xef\xbb\xbf" + ASKED, "not JSON: "),
+        (b'{"prompt":"\xff"}', "not JSON: "),
+        (b'{"prompt":"\0"}', "not JSON: "),
+        (b'{"prompt":"\\u0000"}', "prompt contains a NUL byte"),
+        (b'{"prompt":"\\ud800"}', "prompt contains a lone surrogate"),
+        (b'{"prompt":"x","prompt":"x"}', "not JSON: duplicate field 'prompt'"),
+        (b'{"prompt":"x","nonsense":1}', "unknown field 'nonsense'"),
+        (b'{"prompt":"x","max_tokens":"5"}', "max_tokens must be an integer, not str"),
+        (b'{"prompt":"x","max_tokens":true}', "max_tokens must be an integer, not bool"),
+        (b'{"prompt":"x","temperature":1e999}', "not JSON: number out of range: 1e999"),
+        (b'{"prompt":"x","temperature":NaN}', "not JSON: NaN is no JSON"),
+        (b'{"prompt":"x","seed":' + b"9" * 5000 + b"}", "not JSON: "),
+        (b"[" * 200_000, "the JSON is nested too deeply"),
+        (b'{"a":' * 200_000, "the JSON is nested too deeply"),
+        (b"{}", "missing field 'prompt'"),
+        (b"[]", "must be a JSON object, not an array"),
+        (b"GET / HTTP/1.1\r", "not JSON: "),
+    ],
+    ids=lambda part: str(part[:30]),
+)
+async def test_a_bad_request_is_refused_in_one_line(
+    sock: Path, request_: bytes, reason: str
+) -> None:
+    async with served(sock, arithmetic()) as engine:
+        reply = await ask(sock, request_ + b"\n")
+        assert reply.count(b"\n") == 1
+        found = json.loads(reply)
+        assert found.keys() == {"error"}
+        assert found["error"].startswith(f"invalid request: {reason}")
+        assert await ask(sock, request_, half_close=True) == reply
+        assert await ask(sock, ASKED + b"\n") == FOUR
+        assert engine.stats().requests == {"completed": 1, "failed": 0, "cancelled": 0}
+
+
+# -- time -------------------------------------------------------------------------------------------
+
+READ_TIMEOUT = b'{"error":"read timeout"}\n'
+STREAM_TIMEOUT = b'{"error":"stream timeout"}\n'
+
+
+@pytest.mark.parametrize("sent", [b"", b"{", ASKED])
+async def test_who_does_not_send_a_request_in_time_is_refused(sock: Path, sent: bytes) -> None:
+    async with served(sock, arithmetic(), limits=Limits(request_timeout_s=0.05)):
+        assert await ask(sock, sent) == READ_TIMEOUT
+
+
+async def test_sending_a_little_now_and_then_gains_no_time(sock: Path) -> None:
+    async with (
+        served(sock, arithmetic(), limits=Limits(request_timeout_s=0.1)),
+        connected(sock) as client,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def drip() -> None:
+            while True:
+                await client.send(b" ")
+                await trio.sleep(0.01)
+
+        nursery.start_soon(drip)
+        assert await client.rest() == READ_TIMEOUT
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_time_to_send_a_request_is_not_the_time_to_answer_it(sock: Path) -> None:
+    limits = Limits(request_timeout_s=0.02)
+    async with served(sock, arithmetic(decode_s=0.05), limits=limits):
+        assert await ask(sock, ASKED + b"\n") == FOUR
+
+
+async def test_a_stream_without_a_token_ends_after_the_stream_timeout(sock: Path) -> None:
+    limits = Limits(stream_timeout_s=0.05)
+    async with served(sock, arithmetic(decode_s=STUCK), limits=limits) as engine:
+        assert await ask(sock, STREAMED + b"\n") == STREAM_TIMEOUT
+        assert await ask(sock, {"prompt": "20+22", "events": True, "id": 1}) == (
+            b'{"id":1,"error":"stream timeout"}\n'
+        )
+        await until_idle(engine)
+        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 2}
+
+
+async def test_a_stream_that_stops_coming_ends_after_the_stream_timeout(sock: Path) -> None:
+    model = arithmetic()
+    limits = Limits(stream_timeout_s=0.1)
+    async with served(sock, model, limits=limits) as engine, connected(sock) as client:
+        await client.send(b'{"prompt":"count","stream":true}\n')
+        assert await client.line() == b'{"token":"a"}\n'
+        model._decode_s = STUCK
+        *tokens, last = (await client.rest()).splitlines(keepends=True)
+        assert all(line.startswith(b'{"token":') for line in tokens)
+        assert last == STREAM_TIMEOUT
+        await until_idle(engine)
+
+
+async def test_a_stream_may_take_longer_than_the_stream_timeout_in_all(sock: Path) -> None:
+    limits = Limits(stream_timeout_s=0.2)
+    async with served(sock, says("012345", decode_s=0.08), limits=limits):
+        reply = await ask(sock, {"prompt": "x", "stream": True})
+        assert json.loads(reply.splitlines()[-1])["text"] == "012345"
+
+
+async def test_a_request_without_a_stream_may_take_any_time(sock: Path) -> None:
+    limits = Limits(stream_timeout_s=0.02)
+    async with served(sock, arithmetic(decode_s=0.05), limits=limits):
+        assert await ask(sock, ASKED + b"\n") == FOUR
+
+
+# -- busy -------------------------------------------------------------------------------------------
+
+
+async def test_more_connections_than_allowed_are_told_that_it_is_busy(sock: Path) -> None:
+    busy = b'{"error":"busy: 2 requests are waiting, the limit is 2"}\n'
+    limits = Limits(max_connections=2)
+    async with served(sock, arithmetic(), limits=limits), connected(sock) as first:
+        async with connected(sock):
+            assert await ask(sock, b"") == busy
+            assert await ask(sock, ASKED + b"\n") == busy
+        # Whoever leaves makes room.
+        reply = busy
+        while reply == busy:
+            reply = await ask(sock, ASKED + b"\n")
+        assert reply == FOUR
+        await first.send(ASKED + b"\n")
+        assert await first.rest() == FOUR
+
+
+async def test_a_full_queue_is_busy(sock: Path) -> None:
+    model = arithmetic(decode_s=STUCK)
+    async with served(sock, model, n_slots=1, max_queue=1) as engine:
+        async with connected(sock) as running, connected(sock) as waiting:
+            await running.send(ASKED + b"\n")
+            await until(lambda: engine.stats().slots["free"] == 0)
+            await waiting.send(ASKED + b"\n")
+            await until_queued(engine, 1)
+            assert await ask(sock, ASKED + b"\n") == (
+                b'{"error":"busy: 1 requests are waiting, the limit is 1"}\n'
+            )
+            assert await ask(sock, {"prompt": "2+2?", "stream": True, "id": "a"}) == (
+                b'{"id":"a","error":"busy: 1 requests are waiting, the limit is 1",'
+                b'"type":"Busy","details":{"queued":1,"max_queue":1}}\n'
+            )
+        await until_idle(engine)
+
+
+# -- several requests on one connection ---------------------------------------------------------------
+
+
+async def test_a_kept_connection_takes_one_request_after_the_other(sock: Path) -> None:
+    async with served(sock, arithmetic()), connected(sock) as client:
+        for n in range(3):
+            await client.send({"prompt": "2+2?", "id": n, "keep": True})
+            reply = await client.reply()
+            assert (reply["id"], reply["text"]) == (n, "4")
+            assert reply["finish_reason"] == "stop"
+        await client.send(ASKED + b"\n")
+        assert await client.rest() == FOUR
+
+
+async def test_two_requests_in_one_packet_are_both_answered_if_the_first_keeps(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        first: Json = {"prompt": "20+22", "id": "a", "keep": True}
+        second: Json = {"prompt": "2+2?", "id": "b"}
+        packet = as_line(first) + as_line(second) + as_line(second)
+        replies = [json.loads(line) for line in (await ask(sock, packet)).splitlines()]
+        assert {reply["id"]: reply["text"] for reply in replies} == {"a": "42", "b": "4"}
+        assert len(replies) == 2
+
+
+async def test_several_run_at_once_and_their_lines_are_told_apart(sock: Path) -> None:
+    model = says(lambda prompt: prompt * 20, decode_s=0.001)
+    async with served(sock, model, n_slots=4) as engine, connected(sock) as client:
+        texts = {"a": "one ", "b": "two ", "c": "three ", 7: "four "}
+        for call_id, text in texts.items():
+            stream = call_id != 7
+            asked: Json = {"prompt": text, "raw": True, "stream": stream, "id": call_id}
+            await client.send({**asked, "keep": True})
+        await until(lambda: engine.stats().slots["free"] == 0)
+        pieces: dict[object, str] = dict.fromkeys(texts, "")
+        order = []
+        done: dict[object, str] = {}
+        while len(done) < len(texts):
+            reply = await client.reply()
+            order.append(reply["id"])
+            if "text" in reply:
+                done[reply["id"]] = reply["text"]
+            else:
+                pieces[reply["id"]] += reply["token"]
+        expected = {call_id: text * 20 for call_id, text in texts.items()}
+        assert done == expected
+        assert pieces == {**expected, 7: ""}
+        # They do come mixed: else this says nothing.
+        assert order != sorted(order, key=str)
+
+
+async def test_a_fast_request_is_answered_before_a_slow_one(sock: Path) -> None:
+    async with served(sock, arithmetic(decode_s=0.001)), connected(sock) as client:
+        await client.send({"prompt": "count", "id": "slow", "keep": True})
+        await client.send({"op": "ping", "id": "fast", "keep": True})
+        assert await client.line() == b'{"id":"fast","pong":true}\n'
+
+
+async def test_no_two_under_way_have_the_same_id(sock: Path) -> None:
+    async with served(sock, arithmetic(decode_s=0.02)) as engine, connected(sock) as client:
+        asked: Json = {"prompt": "2+2?", "id": "a", "keep": True}
+        await client.send(asked, asked)
+        reason = "a call with the id 'a' is under way"
+        assert await client.reply() == {
+            "id": "a",
+            "error": f"invalid request: {reason}",
+            "type": "ProtocolError",
+            "details": {"reason": reason},
+        }
+        assert (await client.reply())["text"] == "4"
+        # Text and numbers are different ids, and one that has ended is free.
+        await client.send({**asked, "id": "1"}, {**asked, "id": 1}, asked)
+        replies = await client.replies(3)
+        assert {reply["id"] for reply in replies} == {"1", 1, "a"}
+        assert {reply["text"] for reply in replies} == {"4"}
+        assert engine.stats().requests["completed"] == 4
+
+
+async def test_requests_without_an_id_may_run_at_once(sock: Path) -> None:
+    async with served(sock, arithmetic(decode_s=0.01)), connected(sock) as client:
+        await client.send(*({"prompt": "2+2?", "keep": True},) * 3)
+        replies = await client.replies(3)
+        assert [reply["text"] for reply in replies] == ["4"] * 3
+        assert all("id" not in reply for reply in replies)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_generates_is_cancelled_by_its_id(sock: Path, stream: bool) -> None:
+    model = arithmetic(decode_s=0.002)
+    async with served(sock, model) as engine, connected(sock) as client:
+        asked: Json = {"prompt": "count", "stream": stream, "id": "a", "keep": True}
+        await client.send(asked)
+        await until(lambda: engine.stats().slots["decode"] == 1)
+        await client.send({"op": "cancel", "id": "a", "keep": True})
+        replies: list[Json] = []
+        while len(replies) < 2:
+            reply = await client.reply()
+            if "token" not in reply:
+                replies.append(reply)
+        assert {"id": "a", "cancelled": True} in replies
+        assert {"id": "a", "error": "cancelled"} in replies
+        await until_idle(engine)
+        # Nothing more comes of it, and its id is free.
+        await client.send({"prompt": "2+2?", "id": "a"})
+        assert json.loads(await client.rest())["text"] == "4"
+
+
+async def test_a_request_that_waits_is_cancelled_by_its_id(sock: Path) -> None:
+    model = arithmetic(decode_s=0.05)
+    async with served(sock, model, n_slots=1) as engine, connected(sock) as client:
+        await client.send({"prompt": "20+22", "id": "runs", "keep": True})
+        await until(lambda: engine.stats().slots["free"] == 0)
+        await client.send({"prompt": "2+2?", "id": "waits", "keep": True})
+        await until_queued(engine, 1)
+        await client.send({"op": "cancel", "id": "waits", "keep": True})
+        replies = await client.replies(3)
+        assert {"id": "waits", "cancelled": True} in replies
+        assert {"id": "waits", "error": "cancelled"} in replies
+        assert replies[-1]["text"] == "42"
+        await until_idle(engine)
+        assert engine.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
+
+
+async def test_a_request_whose_prompt_is_read_is_cancelled_by_its_id(sock: Path) -> None:
+    model = arithmetic(prefill_s=STUCK)
+    async with served(sock, model) as engine, connected(sock) as client:
+        await client.send({"prompt": "count", "id": 5, "keep": True})
+        await until(lambda: engine.stats().slots["prefill"] == 1)
+        await client.send({"op": "cancel", "id": 5})
+        assert sorted((await client.rest()).splitlines()) == [
+            b'{"id":5,"cancelled":true}',
+            b'{"id":5,"error":"cancelled"}',
+        ]
+        await until_idle(engine)
+        assert engine.stats().aborted_steps == 1
+
+
+@pytest.mark.parametrize("which", [{"id": "b"}, {"id": 1}, {}])
+async def test_there_may_be_nothing_to_cancel(sock: Path, which: Json) -> None:
+    async with served(sock, arithmetic(decode_s=0.05)) as engine, connected(sock) as client:
+        await client.send({"prompt": "2+2?", "id": "1", "keep": True})
+        await until(lambda: engine.stats().slots["free"] < engine.config.n_slots)
+        await client.send({"op": "cancel", "keep": True, **which})
+        assert await client.reply() == {**which, "cancelled": False}
+        assert (await client.reply())["text"] == "4"
+
+
+async def test_a_request_of_another_connection_is_not_cancelled(sock: Path) -> None:
+    async with served(sock, arithmetic(decode_s=0.05)) as engine, connected(sock) as client:
+        await client.send({"prompt": "2+2?", "id": "a", "keep": True})
+        await until(lambda: engine.stats().slots["free"] < engine.config.n_slots)
+        assert await ask(sock, {"op": "cancel", "id": "a"}) == b'{"id":"a","cancelled":false}\n'
+        assert (await client.reply())["text"] == "4"
+
+
+async def test_at_most_64_are_under_way_on_one_connection(sock: Path) -> None:
+    model = arithmetic(decode_s=STUCK)
+    async with served(sock, model, n_slots=1) as engine, connected(sock) as client:
+        asked: Json = {"prompt": "count", "keep": True}
+        await client.send(*({**asked, "id": n} for n in range(64)))
+        await until_queued(engine, 63)
+        for call in ({**asked, "id": 64}, {"op": "ping", "id": 64, "keep": True}):
+            await client.send(call)
+            assert await client.reply() == {
+                "id": 64,
+                "error": "busy: 64 requests are waiting, the limit is 64",
+                "type": "Busy",
+                "details": {"queued": 64, "max_queue": 64},
+            }
+        # To cancel one there is always room, and then there is for another.
+        await client.send({"op": "cancel", "id": 63, "keep": True})
+        assert {"id": 63, "error": "cancelled"} in await client.replies(2)
+        await client.send({"op": "ping", "id": 64, "keep": True})
+        assert await client.reply() == {"id": 64, "pong": True}
+    await until_idle(engine)
+
+
+async def test_all_are_answered_before_the_connection_ends(sock: Path) -> None:
+    async with served(sock, arithmetic(decode_s=0.01)):
+        slow: Json = {"prompt": "20+22", "id": "slow", "keep": True, "stream": True}
+        packet = as_line(slow) + as_line({"op": "ping", "id": "last"})
+        for data, half_close in ((packet, False), (as_line(slow), True), (packet, True)):
+            replies = (await ask(sock, data, half_close=half_close)).splitlines()
+            assert json.loads(replies[-1])["text"] == "42"
+            assert len(replies) == 3 + data.count(b"last")
+
+
+async def test_a_bad_line_in_between_costs_only_itself(sock: Path) -> None:
+    async with served(sock, arithmetic()), connected(sock) as client:
+        await client.send({"op": "ping", "id": 1, "keep": True})
+        assert await client.reply() == {"id": 1, "pong": True}
+        bad = {b"nonsense\n": "invalid request: not JSON", b"\n": "empty request"}
+        for line, reason in bad.items():
+            await client.send(line)
+            assert (await client.reply())["error"].startswith(reason)
+        await client.send({"prompt": "2+2?", "max_tokens": "5", "keep": True})
+        assert (await client.reply())["error"].startswith("invalid request: max_tokens")
+        await client.send({"op": "ping", "id": 2})
+        assert await client.rest() == b'{"id":2,"pong":true}\n'
+
+
+async def test_a_bad_first_line_ends_the_connection(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        reply = await ask(sock, b'{"keep":true}\n' + as_line({"op": "ping"}))
+        assert reply == b'{"error":"invalid request: missing field \'prompt\'"}\n'
+
+
+async def test_a_request_that_fails_leaves_a_kept_connection_open(sock: Path) -> None:
+    async with served(sock, arithmetic()), connected(sock) as client:
+        await client.send({"prompt": "fail", "id": 1, "keep": True})
+        assert await client.reply() == {
+            "id": 1,
+            "error": "inference: ValueError: why",
+            "type": "InferenceError",
+            "details": {"reason": "ValueError: why"},
+        }
+        await client.send({"op": "ping"})
+        assert await client.rest() == b'{"pong":true}\n'
+
+
+@pytest.mark.parametrize("refused", [b"x" * 100 + b"\n", b"x"])
+async def test_a_line_that_cannot_be_read_costs_only_itself(sock: Path, refused: bytes) -> None:
+    limits = Limits(max_request_bytes=64, request_timeout_s=0.05)
+    async with (
+        served(sock, arithmetic(decode_s=0.05), limits=limits) as engine,
+        connected(sock) as client,
+    ):
+        await client.send({"prompt": "20+22", "id": "a", "keep": True})
+        await until(lambda: engine.stats().slots["free"] < engine.config.n_slots)
+        await client.send(refused)
+        replies = [json.loads(line) for line in (await client.rest()).splitlines()]
+        assert [reply for reply in replies if "id" not in reply]
+        # Either of them will do, but there must be one.
+        assert [r for r in replies if r.get("id") == "a" and ("text" in r or "error" in r)]
+
+
+async def test_between_requests_there_is_no_time_limit(sock: Path) -> None:
+    limits = Limits(request_timeout_s=0.05)
+    async with served(sock, arithmetic(), limits=limits), connected(sock) as client:
+        await client.send({"op": "ping", "keep": True})
+        assert await client.line() == b'{"pong":true}\n'
+        await trio.sleep(0.15)
+        await client.send({"op": "ping", "keep": True})
+        assert await client.line() == b'{"pong":true}\n'
+        await client.send(b'{"op":')
+        assert await client.rest() == READ_TIMEOUT
+
+
+# -- the other fields -----------------------------------------------------------------------------------
+
+
+async def test_any_other_field_brings_all_that_is_known_of_a_completion(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        reply = json.loads(
+            await ask(sock, {"prompt": "2+2?", "raw": True, "id": "a", "stop": ["x"]})
+        )
+        assert reply.pop("ttft_s") > 0
+        assert reply.pop("duration_s") > 0
+        assert reply == {
+            "id": "a",
+            "text": "4",
+            "prompt_tokens": 4,
+            "generated_tokens": 2,
+            "finish_reason": "stop",
+        }
+        cut = json.loads(await ask(sock, {"prompt": "count", "max_tokens": 3, "session": "s"}))
+        assert (cut["text"], cut["finish_reason"]) == ("and", "length")
+        stopped = json.loads(await ask(sock, {"prompt": "count", "stop": [" so"], "id": 1}))
+        assert (stopped["text"], stopped["stop_sequence"]) == ("and", " so")
+        assert stopped["cached_tokens"] > 0
+
+
+async def test_token_ids_may_be_the_prompt(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        reply = json.loads(await ask(sock, {"tokens": [ord(char) for char in "2+2?"]}))
+        assert (reply["text"], reply["prompt_tokens"]) == ("4", 4)
+
+
+async def test_the_form_of_the_text_can_be_asked_for(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        for form in ({"json_schema": {"type": "integer"}}, {"regex": "[0-9]+"}):
+            assert json.loads(await ask(sock, {"prompt": "20+22", **form}))["text"] == "42"
+        refused = json.loads(await ask(sock, {"prompt": "20+22", "regex": "["}))
+        assert refused["type"] == "ProtocolError"
+
+
+async def test_logprobs_come_with_the_reply(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        reply = json.loads(await ask(sock, {"prompt": "2+2?", "logprobs": 0}))
+        assert reply["logprobs"][0] == {"token": 52, "text": "4", "bytes": [52], "logprob": 0.0}
+        assert len(reply["logprobs"]) == reply["generated_tokens"]
+
+
+async def test_events_tell_what_a_stream_of_text_does_not(sock: Path) -> None:
+    call = '<tool_call>\n{"name": "get", "arguments": {"n": 1}}\n</tool_call>'
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    tool = {"name": "get", "description": "Get.", "schema": schema}
+    async with served(sock, says(call)):
+        asked: Json = {"prompt": "x", "tools": [tool], "tool_format": "hermes"}
+        lines = (await ask(sock, {**asked, "events": True, "id": 1})).splitlines()
+        *parts, last = map(json.loads, lines)
+        assert all(part["id"] == 1 for part in parts)
+        started = parts[0]["tool_call"]
+        assert (started["index"], started["name"]) == (0, "get")
+        arguments = "".join(part["tool_call"]["arguments"] for part in parts[1:])
+        assert json.loads(arguments) == {"n": 1}
+        assert last["done"] is True
+        assert last["tool_calls"] == [{"id": started["id"], "name": "get", "arguments": {"n": 1}}]
+        (only,) = map(json.loads, (await ask(sock, {**asked, "stream": True})).splitlines())
+        assert (only["done"], only["text"]) == (True, "")
+
+
+async def test_the_statistics_come_with_the_end_if_asked_for(sock: Path) -> None:
+    async with served(sock, arithmetic()) as engine:
+        for way in ({}, {"stream": True}):
+            lines = (await ask(sock, {"prompt": "2+2?", "with_stats": True, **way})).splitlines()
+            stats = json.loads(lines[-1])["stats"]
+            assert stats["requests"]["completed"] == engine.stats().requests["completed"]
+            assert stats["slots"].keys() == {"free", "prefill", "decode", "paused"}
+
+
+# -- ops ------------------------------------------------------------------------------------------------
+
+PROMPT = "user: 2+2?\nassistant: "
+
+OPS: list[tuple[Json, Json]] = [
+    ({"op": "ping"}, {"pong": True}),
+    ({"op": "tokenize", "text": "2+"}, {"tokens": [50, 43]}),
+    ({"op": "tokenize", "text": "", "special": True}, {"tokens": []}),
+    ({"op": "detokenize", "tokens": [50, 43]}, {"text": "2+"}),
+    ({"op": "render", "prompt": "2+2?"}, {"text": PROMPT}),
+    ({"op": "render", "prompt": "2+2?", "system": "s"}, {"text": f"system: s\n{PROMPT}"}),
+    ({"op": "count_tokens", "prompt": "2+2?"}, {"count": len(PROMPT)}),
+    ({"op": "count_tokens", "tokens": [50, 43]}, {"count": 2}),
+    ({"op": "score", "prompt": "2+2?", "continuations": ["4", "5"]}, {"scores": [0.0, -10.0]}),
+    ({"op": "cancel", "id": 1}, {"id": 1, "cancelled": False}),
+]
+
+
+@pytest.mark.parametrize(("call", "reply"), OPS, ids=lambda part: str(part.get("op", "")))
+async def test_an_op_is_answered_in_one_line(sock: Path, call: Json, reply: Json) -> None:
+    async with served(sock, arithmetic()):
+        assert json.loads(await ask(sock, call)) == reply
+        with_id: Json = {**reply, "id": "a b"}
+        async with connected(sock) as client:
+            await client.send({**call, "id": "a b", "keep": True})
+            assert await client.reply() == with_id
+            await client.send({**call, "id": "a b"})
+            assert json.loads(await client.rest()) == with_id
+
+
+async def test_the_likeliest_option_is_chosen(sock: Path) -> None:
+    async with served(sock, arithmetic()):
+        call = {"op": "choose", "prompt": "2+2?", "options": ["5", "4"]}
+        choice = json.loads(await ask(sock, call))["choice"]
+        assert (choice["text"], choice["index"]) == ("4", 1)
+        assert sum(choice["probabilities"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"op": "choose", "prompt": "x", "options": []},
+        {"op": "choose", "prompt": "x", "options": [5]},
+        {"op": "choose", "prompt": "x", "options": ["a", "a"]},
+        {"op": "score", "prompt": "x", "continuations": [None]},
+        {"op": "score", "prompt": "x", "continuations": ["\ud800"]},
+        {"op": "detokenize", "tokens": [-1]},
+        {"op": "detokenize", "tokens": [10**30]},
+        {"op": "detokenize", "tokens": ["5"]},
+        {"op": "detokenize", "tokens": [True]},
+        {"tokens": [10**30]},
+    ],
+    ids=str,
+)
+async def test_what_the_engine_refuses_is_an_invalid_request(sock: Path, call: Json) -> None:
+    async with served(sock, arithmetic()):
+        reply = json.loads(await ask(sock, call))
+        assert reply["error"].startswith("invalid request: ")
+        assert reply["type"] == "ProtocolError"
+        assert reply["error"] == f"invalid request: {reply['details']['reason']}"
+
+
+async def test_the_statistics_are_of_the_daemon_and_its_engines(sock: Path) -> None:
+    async with served(sock, arithmetic(), n_slots=3) as engine, connected(sock):
+        await ask(sock, ASKED + b"\n")
+        await until_idle(engine)
+        stats = json.loads(await ask(sock, {"op": "stats"}))
+        assert stats["uptime_s"] > 0
+        assert stats["connections"] == 2
+        assert stats["default"] == "default"
+        (model,) = stats["models"].values()
+        assert model["info"]["architecture"] == "scripted"
+        assert model["config"]["n_slots"] == 3
+        assert model["stats"]["slots"] == {"free": 3, "prefill": 0, "decode": 0, "paused": 0}
+        assert model["stats"]["requests"] == {"completed": 1, "failed": 0, "cancelled": 0}
+
+
+# -- several models ---------------------------------------------------------------------------------------
+
+
+async def with_models(
+    sock: Path, check: Callable[[dict[str, EngineLike]], Any], **options: Any
+) -> None:
+    async with (
+        open_scripted_engine(says("one"), n_slots=1) as one,
+        open_scripted_engine(says("two"), n_slots=2) as two,
+        open_plain_nursery() as nursery,
+    ):
+        engines: dict[str, EngineLike] = {"one": one, "two": two}
+        await nursery.start(partial(serve_unix, engines, sock, **options))
+        await check(engines)
+
+
+async def text_of(sock: Path, **fields: object) -> object:
+    reply = json.loads(await ask(sock, {"prompt": "x", **fields}))
+    return reply.get("text", reply.get("error"))
+
+
+async def test_a_request_names_its_model_or_gets_the_default(sock: Path) -> None:
+    async def check(_: dict[str, EngineLike]) -> None:
+        assert await text_of(sock) == "two"
+        assert await text_of(sock, model="one") == "one"
+        assert await text_of(sock, model="two") == "two"
+        unknown = "invalid request: unknown model 'three'; known are one, two"
+        assert await text_of(sock, model="three") == unknown
+        one, two = json.loads(await ask(sock, {"op": "models"}))["models"]
+        known = {"description": "scripted model", "n_ctx": 4096}
+        assert {"name": "one", "default": False, "n_slots": 1, **known}.items() <= one.items()
+        assert {"name": "two", "default": True, "n_slots": 2, **known}.items() <= two.items()
+
+    await with_models(sock, check, default="two")
+
+
+async def test_without_a_default_the_first_model_is_it(sock: Path) -> None:
+    async def check(_: dict[str, EngineLike]) -> None:
+        assert await text_of(sock) == "one"
+
+    await with_models(sock, check)
+
+
+async def test_models_may_come_and_go(sock: Path) -> None:
+    async def check(engines: dict[str, EngineLike]) -> None:
+        engines["three"] = engines.pop("one")
+        assert await text_of(sock) == "two"
+        assert await text_of(sock, model="three") == "one"
+        engines.clear()
+        for call in ({"prompt": "x"}, {"op": "models"}, {"op": "stats"}):
+            reply = json.loads(await ask(sock, call))
+            assert reply["error"] == "invalid request: there is no model"
+        assert await ask(sock, {"op": "ping"}) == b'{"pong":true}\n'
+
+    await with_models(sock, check, default="one")
+
+
+async def test_an_engine_that_has_gone_is_closed(sock: Path) -> None:
+    async with (
+        open_scripted_engine(says("one")) as one,
+        open_plain_nursery() as nursery,
+    ):
+        async with open_scripted_engine(says("two")) as two:
+            await nursery.start(serve_unix, {"one": one, "two": two}, sock)
+        assert await ask(sock, {"prompt": "x", "model": "two", "id": 1}) == (
+            b'{"id":1,"error":"inference: the engine is closed",'
+            b'"type":"EngineClosed","details":{}}\n'
+        )
+        assert await text_of(sock) == "one"
+
+
+async def test_what_nobody_foresaw_is_an_internal_error_of_that_request_alone(
+    sock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(sock, arithmetic()) as engine:
+
+        async def render(*_: object) -> str:
+            raise ZeroDivisionError("nobody foresaw this")
+
+        monkeypatch.setattr(type(engine), "render", render)
+        reply = json.loads(await ask(sock, {"op": "render", "prompt": "x", "id": 1}))
+        assert reply["error"] == "inference: internal error; the daemon's log tells more"
+        assert reply["id"] == 1
+        assert "nobody foresaw this" in caplog.text
+        assert await ask(sock, ASKED + b"\n") == FOUR
+
+
+async def test_a_long_request_is_answered_as_a_short_one(sock: Path) -> None:
+    # Long lines are read in a thread.
+    async with served(sock, arithmetic()), connected(sock) as client:
+        await client.send({"op": "ping", "keep": True})
+        assert await client.line() == b'{"pong":true}\n'
+        await client.send(padded(200_000) + b"\n")
+        assert await client.rest() == FOUR
+
+
+async def test_a_socket_that_listens_already_can_be_handed_over(sock: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(sock))
+        listener.listen()
+        async with open_scripted_engine(arithmetic()) as engine, open_plain_nursery() as nursery:
+            await nursery.start(serve_unix, engine, listener)
+            assert await ask(sock, ASKED + b"\n") == FOUR
+    assert is_there(sock)  # whoever made it removes it

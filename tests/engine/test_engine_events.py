@@ -1,0 +1,398 @@
+"""What happens in an engine is told once, in order, and as it was."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import pytest
+import trio
+import trio.testing
+
+from llamad_trio import (
+    Busy,
+    EngineClosed,
+    InferenceError,
+    PromptTooLong,
+    Request,
+    SessionFatal,
+)
+from llamad_trio.actors import reporter
+from llamad_trio.actors.broadcast import Broadcast
+from llamad_trio.core.engine_events import (
+    EngineEvent,
+    EngineLoaded,
+    EngineStopped,
+    FirstToken,
+    Lagged,
+    PrefixReused,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestQueued,
+    RequestStarted,
+    StepDone,
+)
+from llamad_trio.engine import open_named_engine
+from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from tests.engine.support import ENDLESS, ONE_THREAD, read_all, until, until_queued
+from tests.watch.support import Watcher, watched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from llamad_trio import Engine
+
+ENDS = (RequestFinished, RequestFailed, RequestCancelled)
+
+
+async def test_a_request_is_told_from_beginning_to_end(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("yes", decode_s=1, prefill_s=0.5)
+    async with watched(model) as (engine, watcher):
+        began = trio.current_time()
+        done = await engine.complete("ab", raw=True)
+    first, last = began + 2, began + 5
+    queued, started, first_token, finished = watcher.of(1)
+    assert queued == RequestQueued(time=began, engine="", request_id=1, kind="completion")
+    assert started == RequestStarted(
+        time=began, engine="", request_id=1, queued_s=0, prompt_tokens=2
+    )
+    assert first_token == FirstToken(time=first, engine="", request_id=1, ttft_s=done.ttft_s)
+    assert finished == RequestFinished(
+        time=last,
+        engine="",
+        request_id=1,
+        kind="completion",
+        duration_s=done.duration_s,
+        prompt_tokens=done.prompt_tokens,
+        generated_tokens=done.generated_tokens,
+        cached_tokens=done.cached_tokens,
+        finish_reason=done.finish_reason,
+        ttft_s=done.ttft_s,
+    )
+    assert (done.ttft_s, done.duration_s, done.generated_tokens) == (2, 5, 4)
+
+
+async def test_what_waits_for_a_slot_says_how_long(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel("yes", decode_s=1)
+    async with watched(model, n_slots=1) as (engine, watcher), trio.open_nursery() as users:
+        users.start_soon(engine.complete, "a")
+        await trio.testing.wait_all_tasks_blocked()
+        users.start_soon(engine.complete, "b")
+    assert [event.queued_s for event in watcher.all(RequestStarted)] == [0, 4]
+
+
+async def test_a_reused_prefix_is_told_before_the_first_token(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with watched("yes") as (engine, watcher):
+        await engine.complete("a prompt that is long enough to be kept")
+        again = await engine.complete("a prompt that is long enough to be kept")
+    assert watcher.names(1) == ["RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"]
+    assert watcher.names(2)[1:4] == ["RequestStarted", "PrefixReused", "FirstToken"]
+    (reused,) = watcher.all(PrefixReused)
+    assert reused.cached_tokens == again.cached_tokens > 0
+
+
+async def test_each_way_to_fail_is_told(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel({"good": "yes"})
+    async with watched(model, n_ctx=64) as (engine, watcher):
+        for prompt in ("x" * 100, "not scripted"):
+            with pytest.raises((PromptTooLong, InferenceError)):
+                await engine.complete(prompt)
+        model.fail_next_step("of a test")
+        with pytest.raises(InferenceError, match="of a test"):
+            await engine.complete("good")
+    assert watcher.names(1) == ["RequestQueued", "RequestFailed"]
+    assert watcher.names(2) == ["RequestQueued", "RequestStarted", "RequestFailed"]
+    errors = [event.error for event in watcher.all(RequestFailed)]
+    assert [type(error) for error in errors] == [PromptTooLong, InferenceError, InferenceError]
+    assert str(errors[2]) == "inference: of a test"
+    assert all(error.__traceback__ is None for error in errors), "it would keep frames alive"
+
+
+async def test_a_crash_fails_everybody_and_says_why_the_engine_stopped(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    watcher = Watcher()
+    model = ScriptedModel("yes", decode_s=1)
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(SessionFatal):
+            async with open_scripted_engine(model) as engine:
+                await nursery.start(watcher.run, engine)
+                model.crash_next_step("of a test")
+                await engine.complete("a")
+    assert watcher.names(1) == ["RequestQueued", "RequestStarted", "RequestFailed"]
+    failed = watcher.of(1)[-1]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, SessionFatal)
+    stopped = watcher.events[-1]
+    assert isinstance(stopped, EngineStopped)
+    assert stopped.reason == "engine stopped: of a test"
+
+
+async def test_a_bug_in_an_actor_is_told_as_the_reason(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = Watcher()
+    model = ScriptedModel("yes")
+
+    def step(plan: object) -> None:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(model, "step", step)
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(EngineClosed):  # that is what the body gets first
+            async with open_scripted_engine(model) as engine:
+                await nursery.start(watcher.run, engine)
+                await engine.complete("a")
+    assert watcher.events[-1] == EngineStopped(
+        time=trio.current_time(), engine="", reason="ZeroDivisionError: of a test"
+    )
+
+
+async def test_the_end_of_the_block_fails_what_runs_and_ends_the_events(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("yes", decode_s=1)
+    async with trio.open_nursery() as nursery, watched(model) as (engine, watcher):
+
+        async def ask() -> None:
+            with pytest.raises(EngineClosed):
+                await engine.complete("a")
+
+        nursery.start_soon(ask)
+        await trio.sleep(1.5)
+    failed, stopped = watcher.events[-2:]
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, EngineClosed)
+    assert stopped == EngineStopped(time=1.5, engine="", reason=None)
+
+
+async def test_a_cancel_is_told_wherever_the_request_is(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("yes", decode_s=1)
+    async with watched(model, n_slots=1) as (engine, watcher), engine.stream("a") as stream:
+        await stream.receive()
+        with trio.move_on_after(0.25):
+            await engine.complete("b")
+    assert watcher.names(1)[-2:] == ["FirstToken", "RequestCancelled"]
+    assert watcher.names(2) == ["RequestQueued", "RequestCancelled"]
+    cancelled = watcher.of(2)[-1]
+    assert isinstance(cancelled, RequestCancelled)
+    assert cancelled.duration_s == 0.25
+
+
+async def test_a_refused_request_has_no_events(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel("yes", decode_s=1)
+    async with (
+        watched(model, n_slots=1, max_queue=1) as (engine, watcher),
+        trio.open_nursery() as users,
+    ):
+        users.start_soon(engine.complete, "a")
+        users.start_soon(engine.complete, "b")
+        await until_queued(engine, 1)
+        with pytest.raises(Busy):
+            await engine.complete("c")
+    assert len(watcher.all(RequestQueued)) == len(watcher.all(RequestFinished)) == 2
+    assert not watcher.all(RequestFailed)
+
+
+async def test_preemptions_are_told_between_start_and_end(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("x" * 100, decode_s=1)
+    async with watched(model, n_ctx=160, n_slots=3) as (engine, watcher):
+        async with trio.open_nursery() as users:
+            for prompt in "abc":
+                users.start_soon(engine.complete, prompt)
+        n_preemptions = engine.stats().preemptions
+    preempted = watcher.all(RequestPreempted)
+    assert len(preempted) == n_preemptions > 0
+    for event in preempted:
+        names = watcher.names(event.request_id)
+        assert names.index("RequestStarted") < names.index("RequestPreempted")
+        assert names.count("RequestStarted") == 1
+
+
+async def test_who_gives_way_before_it_began_is_told_as_waiting_on(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    model = ScriptedModel("x" * 200, decode_s=1)
+    small = {"n_ctx": 180, "n_slots": 3, "n_batch": 4}
+    async with watched(model, **small) as (engine, watcher), trio.open_nursery() as users:
+
+        def ask(prompt: str, max_tokens: int) -> None:
+            users.start_soon(partial(engine.complete, prompt, raw=True, max_tokens=max_tokens))
+
+        ask("b", 150)
+        await trio.sleep(2.5)
+        ask("a" * 150, 1)
+        await trio.sleep(1)
+        ask("a" * 149 + "cdefg", 1)
+        await trio.sleep(400)
+        assert engine.stats().preemptions == 2
+    assert watcher.names(2).count("RequestPreempted") == 1
+    assert watcher.names(3)[:2] == ["RequestQueued", "RequestStarted"]
+    assert "RequestPreempted" not in watcher.names(3)
+
+
+async def test_steps_add_up_to_the_statistics(autojump_clock: trio.testing.MockClock) -> None:
+    model = ScriptedModel("yes, yes", decode_s=1)
+    async with watched(model) as (engine, watcher):
+        async with trio.open_nursery() as users:
+            for n in range(6):
+                users.start_soon(engine.complete, f"prompt {n}")
+        model.fail_next_step()
+        with pytest.raises(InferenceError):
+            await engine.complete("to fail")
+        with trio.move_on_after(0.5):
+            await engine.complete("to be cancelled")
+        await trio.testing.wait_all_tasks_blocked()
+        stats = engine.stats()
+    steps = watcher.all(StepDone)
+    assert len(steps) == stats.steps
+    assert sum(step.aborted for step in steps) == stats.aborted_steps == 1
+    assert sum(step.decode_tokens for step in steps) == stats.decode_tokens > 0
+    assert sum(step.prefill_tokens for step in steps) == stats.prefill_tokens > 0
+    assert sum(step.duration_s for step in steps) == stats.decode_s + stats.prefill_s
+    assert [step.slots_in_use for step in steps if step.aborted] == [1]
+    assert max(step.slots_in_use for step in steps) == engine.config.n_slots
+
+
+async def test_events_tell_what_was_asked_for(autojump_clock: trio.testing.MockClock) -> None:
+    async with watched("yes") as (engine, watcher):
+        await engine.complete("a")
+        await engine.complete("a", raw=True)
+        await engine.complete(Request([97, 98]))
+        await engine.score("a", ["yes"])
+        async with engine.session() as session:
+            await session.ensure_prefix("a prefix of some length")
+    kinds = [event.kind for event in watcher.all(RequestQueued)]
+    assert kinds == ["chat", "completion", "completion", "score", "prefill"]
+    assert [event.kind for event in watcher.all(RequestFinished)] == kinds
+    with_token = [event.request_id for event in watcher.all(FirstToken)]
+    assert with_token == [1, 2, 3], "what generates nothing has no first token"
+
+
+async def test_the_end_of_a_request_knows_the_context_it_was_asked_in(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    trace: ContextVar[str] = ContextVar("trace")
+    async with watched(ScriptedModel({"good": "yes"}, decode_s=1)) as (engine, watcher):
+        trace.set("finished")
+        await engine.complete("good")
+        trace.set("failed")
+        with pytest.raises(InferenceError):
+            await engine.complete("bad")
+        trace.set("cancelled")
+        with trio.move_on_after(0.5):
+            await engine.complete("good")
+        trace.set("later")
+    ends = [event for event in watcher.events if isinstance(event, ENDS)]
+    seen = [end.context[trace] for end in ends if end.context is not None]
+    assert seen == ["finished", "failed", "cancelled"]
+
+
+async def test_nothing_is_made_while_nobody_listens(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def noting(kind: type) -> Callable[..., object]:
+        def make(**fields: Any) -> object:
+            made.append(kind.__name__)
+            return kind(**fields)
+
+        return make
+
+    for kind in get_args(EngineEvent):
+        if hasattr(reporter, kind.__name__):
+            monkeypatch.setattr(reporter, kind.__name__, noting(kind))
+    async with open_scripted_engine({"good": "yes"}) as engine:
+
+        async def ask() -> None:
+            await engine.complete("good")
+            with pytest.raises(InferenceError):
+                await engine.complete("bad")
+            async with engine.stream("good") as stream:
+                await stream.receive()
+
+        await ask()
+        assert made == []
+        async with engine.events():
+            await ask()
+            assert {"StepDone", "RequestQueued", "RequestFailed"} < set(made)
+        made.clear()
+        await ask()
+        assert made == []
+
+
+async def test_a_slow_reader_stops_nothing_and_is_told_what_it_lost(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_scripted_engine("x" * 200) as engine, engine.events(max_events=8) as events:
+        await engine.complete("a", max_tokens=200)
+        lagged = await events.receive()
+        assert isinstance(lagged, Lagged)
+        assert lagged.n_lost > 100
+        assert (await events.receive()).time >= lagged.time
+
+
+async def test_a_reader_that_comes_later_is_told_no_beginning_it_has_missed(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    watcher = Watcher()
+    model = ScriptedModel("yes", decode_s=1)
+    async with (
+        trio.open_nursery() as nursery,
+        open_scripted_engine(model) as engine,
+        engine.stream("a") as stream,
+    ):
+        await stream.receive()
+        await nursery.start(watcher.run, engine)
+        await read_all(stream)
+    assert watcher.names(1) == ["RequestFinished"]
+
+
+async def test_engines_can_share_a_broadcast_and_each_has_its_own(tiny_path: Path) -> None:
+    shared = Broadcast()
+    own = Watcher()
+    async with trio.open_nursery() as nursery, shared.subscribe() as of_all:
+        async with (
+            open_named_engine(tiny_path, ONE_THREAD, name="a", broadcast=shared) as a,
+            open_named_engine(tiny_path, ONE_THREAD, name="b", broadcast=shared) as b,
+        ):
+            await nursery.start(own.run, b)
+            await a.complete("x", raw=True, max_tokens=2)
+            await b.complete("x", raw=True, max_tokens=2)
+        shared.close()
+        events = [event async for event in of_all]
+    assert [event for event in events if event.engine == "b"][1:] == own.events
+    for name in "ab":
+        loaded, *_, stopped = [event for event in events if event.engine == name]
+        assert isinstance(loaded, EngineLoaded)
+        assert loaded.load_s > 0
+        assert stopped == EngineStopped(time=stopped.time, engine=name, reason=None)
+    assert [e.engine for e in events if isinstance(e, RequestFinished)] == ["a", "b"]
+
+
+async def test_a_real_engine_tells_of_a_cancel_and_of_what_its_steps_took(tiny: Engine) -> None:
+    watcher = Watcher()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watcher.run, tiny)
+        async with tiny.stream("x", raw=True, max_tokens=ENDLESS) as stream:
+            await stream.receive()
+        await tiny.complete("y", raw=True, max_tokens=2)
+        await until(lambda: watcher.names(2)[-1:] == ["RequestFinished"])
+        nursery.cancel_scope.cancel()
+    assert watcher.names(1)[-2:] == ["FirstToken", "RequestCancelled"]
+    whole = [step for step in watcher.all(StepDone) if not step.aborted]
+    assert len(whole) > 2
+    assert all(step.duration_s > 0 for step in whole)

@@ -1,0 +1,496 @@
+"""What an engine will take, estimated and then measured.
+
+The measured numbers are the growth of fresh processes, in `RssAnon` and `RssFile`, from the
+moment before an engine is opened to when its pool is full.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import gguf
+import llama_cpp.llama_cpp as lib
+import pytest
+import trio
+
+from llamad_trio import EngineConfig, ModelLoadError, Request, UnsupportedFeature, open_engine
+from llamad_trio.llama import estimate as module
+from llamad_trio.llama.estimate import estimate
+from llamad_trio.llama.gguf import read_layout
+from llamad_trio.llama.runtime import LlamaRuntime
+from tests.models import DECODER_KINDS, Kind, TinyModels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from llamad_trio.core.memory import MemoryEstimate
+
+    PathOf = Callable[[str], Path]
+
+TOLERANCE = 0.15
+MIB = 2**20
+N_CTX_TRAIN = 32_768
+REAL = ("smollm2", "gemma3")
+
+# Sizes at which a tiny model's growth is more than what a process grows by anyhow.
+TINY_CONFIGS: list[dict[str, Any]] = [
+    {"n_ctx": 4096, "n_slots": 1},
+    {"n_ctx": 16384, "n_slots": 8, "n_batch": 1024},
+    {"n_ctx": 8192, "n_slots": 1, "type_k": "f32", "type_v": "f32", "flash_attn": False},
+    {"n_ctx": 16384},
+]
+REAL_CONFIGS: list[dict[str, Any]] = [
+    {"n_ctx": 512, "n_slots": 1},
+    {"n_ctx": 4096, "n_slots": 8},
+    {"n_ctx": 2048, "n_slots": 1, "type_k": "q8_0", "type_v": "q8_0", "flash_attn": True},
+    {"n_ctx": 1024, "n_batch": 64, "flash_attn": False},
+]
+MATRIX: list[tuple[str, dict[str, Any]]] = [
+    *((kind, config) for kind in DECODER_KINDS for config in TINY_CONFIGS),
+    *((name, config) for name in REAL for config in REAL_CONFIGS),
+]
+OF_THE_DEFAULT_RUN: list[tuple[str, dict[str, Any]]] = [
+    ("attention", TINY_CONFIGS[0]),
+    ("sliding-window", TINY_CONFIGS[0]),
+    ("recurrent", TINY_CONFIGS[0]),
+    ("hybrid", TINY_CONFIGS[0]),
+    *((name, {"n_ctx": 256, "n_slots": 1}) for name in REAL),
+]
+
+
+@pytest.fixture
+def path_of(tiny_model: TinyModels, request: pytest.FixtureRequest) -> PathOf:
+    """The file of a kind of tiny model, or of a real model, by its name."""
+
+    def path_of(name: str) -> Path:
+        if name in REAL:
+            path: Path = request.getfixturevalue(f"{name}_path")
+            return path
+        return tiny(tiny_model, name)
+
+    return path_of
+
+
+def tiny(tiny_model: TinyModels, name: str) -> Path:
+    kind: Kind = next(kind for kind in DECODER_KINDS if kind == name)
+    return tiny_model(kind, n_ctx_train=N_CTX_TRAIN)
+
+
+def run_here(function: str, *args: str) -> Any:
+    """Call a function of this module in a fresh process; return what it prints, as JSON."""
+    code = f"import sys; from tests.llama import test_estimate as t; t.{function}(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args],
+        capture_output=True,
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    return json.loads(done.stdout)
+
+
+# -- measured ---------------------------------------------------------------------------------
+
+
+def check_growth(path: Path, warm: Path, fields: dict[str, Any]) -> None:
+    config = EngineConfig(n_threads=1, **fields)
+    expected = estimate(path, config, 1).total_bytes
+    grown = run_here("print_growth", str(path), str(warm), json.dumps(fields))
+    assert expected == pytest.approx(grown, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "fields"), OF_THE_DEFAULT_RUN, ids=str)
+def test_growth_is_within_15_percent(
+    path_of: PathOf, tiny_model: TinyModels, name: str, fields: dict[str, Any]
+) -> None:
+    check_growth(path_of(name), tiny(tiny_model, "attention"), fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fields"), MATRIX, ids=str)
+def test_growth_is_within_15_percent_for_every_model_and_config(
+    path_of: PathOf, tiny_model: TinyModels, name: str, fields: dict[str, Any]
+) -> None:
+    check_growth(path_of(name), tiny(tiny_model, "attention"), fields)
+
+
+def print_growth(path: str, warm: str, fields: str) -> None:
+    """In a process of its own: open an engine, fill its pool, print the bytes it grew by."""
+    config = EngineConfig(n_threads=1, **json.loads(fields))
+    n_ctx, rng = config.n_ctx or 4096, random.Random(1)
+    # All made before, of small numbers: they are no part of the growth.
+    length = n_ctx // config.n_slots - 8
+    prompts = [rng.choices(range(3, 250), k=length) for _ in range(config.n_slots)]
+    trio.run(_filled, warm, EngineConfig(n_threads=1, n_ctx=64, n_slots=1), [[3, 4, 5]])
+    gc.collect()
+    before = resident_bytes()
+    print(trio.run(_filled, path, config, prompts) - before)
+
+
+async def _filled(path: str, config: EngineConfig, prompts: list[list[int]]) -> int:
+    async with open_engine(path, config) as engine:
+        async with trio.open_nursery() as nursery:
+            for prompt in prompts:
+                nursery.start_soon(engine.complete, Request(prompt, raw=True, max_tokens=4))
+        return resident_bytes()
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return sum(
+        1024 * int(kb) for kb in re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB", status, re.MULTILINE)
+    )
+
+
+# -- compared with what llama.cpp says when it loads ------------------------------------------
+
+
+WITHOUT_MMAP = {"n_ctx": 512, "n_slots": 1, "use_mmap": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {}) for name in (*DECODER_KINDS, "smollm2")),
+        ("attention", WITHOUT_MMAP),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
+        pytest.param("gemma3", WITHOUT_MMAP, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_llama_cpp_agrees_when_it_really_loads(
+    path_of: PathOf, caplog: pytest.LogCaptureFixture, name: str, fields: dict[str, Any]
+) -> None:
+    check_with_llama_cpp(path_of(name), EngineConfig(n_threads=1, **fields), caplog)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_mmap": False}], ids=str)
+@pytest.mark.parametrize("without", ["", "output.weight"])
+def test_llama_cpp_agrees_on_matrices_it_arranges_for_the_processor(
+    tiny_model: TinyModels,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    without: str,
+    fields: dict[str, Any],
+) -> None:
+    path = tmp_path / "quantized.gguf"
+    rewrite(tiny_model("attention"), path, without=without, quantized=True)
+    check_with_llama_cpp(path, EngineConfig(n_threads=1, **fields), caplog)
+
+
+def test_embeddings_are_copied_only_where_they_are_the_output_matrix(
+    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whatever this processor can do: all matrices are rearranged.
+    monkeypatch.setattr(module, "_is_rearranged", lambda tensor: len(tensor.shape) == 2)
+    whole, shared = tiny_model("attention"), tmp_path / "shared.gguf"
+    rewrite(whole, shared, without="output.weight")
+    config = EngineConfig(use_mmap=False)
+    # Of the same size, and one copy each: of the output matrix, or of the embeddings.
+    sizes = [estimate(path, config, 1).weights_bytes for path in (whole, shared)]
+    assert sizes[0] == sizes[1]
+    tensors = {tensor.name: tensor.n_bytes for tensor in read_layout(whole).tensors}
+    assert sizes[0] == sum(tensors.values())
+
+
+def check_with_llama_cpp(
+    path: Path, config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = estimate(path, config, 1)
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "llamad_trio.llama_cpp"):
+        LlamaRuntime(path, config, 1, lambda _: True).close()
+
+    def said(what: str) -> float:
+        sizes = re.findall(rf"{what} buffer size = +([\d.]+) MiB", caplog.text)
+        assert sizes
+        return MIB * sum(map(float, sizes))
+
+    rounding = 0.012 * MIB
+    assert expected.weights_bytes == pytest.approx(said("model"), abs=rounding)
+    assert expected.kv_bytes == pytest.approx(said("(?:KV|RS)"), abs=rounding)
+    assert expected.compute_bytes == pytest.approx(said("(?:compute|output)"), abs=rounding)
+
+
+def test_experts_are_asked_for_like_other_matrices() -> None:
+    kinds = [gguf.GGMLQuantizationType[name].value for name in ("Q4_0", "Q4_K", "Q8_0", "F32")]
+    for kind in kinds:
+        of_one, of_experts = (module._can_rearrange(kind, 256, 64, n) for n in (0, 2))
+        assert of_one == of_experts
+
+
+@pytest.mark.parametrize("kind", DECODER_KINDS)
+@pytest.mark.parametrize("fields", [{}, {"kv_cache": False, "n_slots": 300}, {"n_ctx": 1}], ids=str)
+def test_the_context_is_made_as_an_engines(
+    tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: Kind, fields: dict[str, Any]
+) -> None:
+    path = tiny_model(kind)
+    config = EngineConfig(n_threads=1, flash_attn=True, type_k="f32", type_v="f32", **fields)
+    made: list[dict[str, object]] = []
+    make = lib.llama_init_from_model
+
+    def observed(model: object, params: Any) -> object:
+        numbers = {name: getattr(params, name) for name, *_ in params._fields_}
+        made.append({k: v for k, v in numbers.items() if isinstance(v, int | float)})
+        return make(model, params)
+
+    monkeypatch.setattr(lib, "llama_init_from_model", observed)
+    estimate(path, config, 1)
+    LlamaRuntime(path, config, 1, lambda _: True).close()
+    of_estimate, of_engine = ({k: v for k, v in m.items() if "data" not in k} for m in made)
+    assert of_estimate == of_engine
+    assert of_estimate["n_seq_max"]
+
+
+# -- what it is made of -----------------------------------------------------------------------
+
+
+def in_kv(tiny_model: TinyModels, kind: Kind, **fields: Any) -> int:
+    config = EngineConfig(n_threads=1, **fields)
+    return estimate(tiny_model(kind, n_ctx_train=N_CTX_TRAIN), config, 1).kv_bytes
+
+
+def test_the_pool_grows_with_its_cells_and_their_type(tiny_model: TinyModels) -> None:
+    cell = 2 * 2 * 32 * 2  # layers, K and V, values of each, bytes of each
+    assert in_kv(tiny_model, "attention", n_ctx=8192) == 8192 * cell
+    assert in_kv(tiny_model, "attention", n_ctx=16384) == 16384 * cell
+    assert in_kv(tiny_model, "attention", n_ctx=8192, type_k="f32", type_v="f32") == 16384 * cell
+    assert in_kv(tiny_model, "sliding-window", n_ctx=8192) == 8192 * cell * 3 // 2
+
+
+def test_states_grow_with_the_sequences_not_with_the_pool(tiny_model: TinyModels) -> None:
+    one = in_kv(tiny_model, "recurrent", n_ctx=8192, n_slots=8)
+    assert in_kv(tiny_model, "recurrent", n_ctx=16384, n_slots=8) == one
+    eight_times = in_kv(tiny_model, "recurrent", n_ctx=8192, n_slots=64)
+    assert eight_times == pytest.approx(8 * one, rel=0.05)
+
+
+def test_the_prompt_cache_counts_as_a_whole(tiny_model: TinyModels) -> None:
+    def overhead(**fields: Any) -> int:
+        return estimate(tiny_model("attention"), EngineConfig(**fields), 1).overhead_bytes
+
+    without = overhead()
+    assert overhead(prompt_cache_ram_bytes=123_456) == without + 123_456
+    assert overhead(prompt_cache_ram_bytes=123_456, kv_cache=False) == without
+
+
+def test_a_split_model_is_the_sum_of_its_files(tiny_model: TinyModels, tmp_path: Path) -> None:
+    whole = tiny_model("attention")
+    first = split(whole, tmp_path)
+    assert len(list(tmp_path.iterdir())) > 1
+    found, expected = (estimate(path, EngineConfig(), 1) for path in (first, whole))
+    assert found.weights_bytes == pytest.approx(expected.weights_bytes, abs=1024)
+    assert attrs.evolve(found, weights_bytes=0) == attrs.evolve(expected, weights_bytes=0)
+
+
+def split(path: Path, folder: Path) -> Path:
+    """Write a model as several files; return the first."""
+    rewrite(path, folder / "split.gguf", split_max_tensors=8)
+    return min(folder.iterdir())
+
+
+def rewrite(
+    path: Path, to: Path, *, without: str = "", quantized: bool = False, split_max_tensors: int = 0
+) -> None:
+    """Write a plain attention model anew."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(to, "llama", split_max_tensors=split_max_tensors)
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            kind, *kinds = field.types
+            writer.add_key_value(field.name, field.contents(), kind, *kinds[-1:])
+    for tensor in reader.tensors:
+        if tensor.name == without:
+            continue
+        if quantized and len(tensor.shape) == 2:
+            q4_0 = gguf.GGMLQuantizationType.Q4_0
+            data = gguf.quants.quantize(tensor.data, q4_0)
+            writer.add_tensor(tensor.name, data, raw_dtype=q4_0)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_estimates_at_the_same_time_do_not_mix(tiny_model: TinyModels) -> None:
+    asked = [(tiny_model(kind), EngineConfig(n_ctx=n)) for kind in DECODER_KINDS for n in (64, 999)]
+
+    def one(item: tuple[Path, EngineConfig]) -> MemoryEstimate:
+        return estimate(*item, 1)
+
+    expected = [one(item) for item in asked]
+    assert len(set(expected)) == len(asked)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, 5 * asked)) == 5 * expected
+
+
+def test_the_log_goes_where_it_went(
+    tiny_model: TinyModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines_of(act: Callable[[], object]) -> int:
+        caplog.clear()
+        act()
+        return sum("buffer size" in line for line in caplog.messages)
+
+    def load() -> None:
+        LlamaRuntime(tiny_model("attention"), EngineConfig(), 1, lambda _: True).close()
+
+    with caplog.at_level(logging.DEBUG, "llamad_trio.llama_cpp"):
+        before = lines_of(load)
+        assert lines_of(lambda: estimate(tiny_model("attention"), EngineConfig(), 1)) > 0
+        assert lines_of(load) == before > 0
+
+
+def test_a_llama_cpp_that_says_nothing_is_not_guessed_at(
+    tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_COMPUTE", re.compile("(never said)"))
+    with pytest.raises(UnsupportedFeature, match="estimate"):
+        estimate(tiny_model("attention"), EngineConfig(), 1)
+
+
+# -- without loading, and whatever the file ---------------------------------------------------
+
+
+def test_nothing_large_is_allocated(tiny_model: TinyModels) -> None:
+    path = tiny_model("sliding-window", n_ctx_train=N_CTX_TRAIN)
+    fields = {"n_ctx": 1_000_000, "n_slots": 64, "n_batch": 4096}
+    found = run_here("print_peak", str(path), json.dumps(fields))
+    assert found["total"] > 10 * 1024 * MIB
+    assert found["peak_growth"] < 200 * MIB
+
+
+def print_peak(path: str, fields: str) -> None:
+    """In a process of its own: estimate, and print how much memory that took at its height."""
+    estimate(Path(path), EngineConfig(n_threads=1, n_ctx=64), 1)
+    before = peak_bytes()
+    found = estimate(Path(path), EngineConfig(n_threads=1, **json.loads(fields)), 1)
+    print(json.dumps({"total": found.total_bytes, "peak_growth": peak_bytes() - before}))
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_an_encoder_is_refused_as_by_an_engine(tiny_model: TinyModels) -> None:
+    with pytest.raises(UnsupportedFeature, match="encoder"):
+        estimate(tiny_model("encoder"), EngineConfig(), 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"nonsense" * 100, b"GGUF" + b"\xff" * 1000])
+def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelLoadError):
+        estimate(path, EngineConfig(), 1)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere.gguf"):
+        with pytest.raises(ModelLoadError):
+            estimate(path, EngineConfig(), 1)
+
+
+def check_damaged(tiny_model: TinyModels, folder: Path, n_flips: int) -> None:
+    paths = [str(tiny_model(kind)) for kind in DECODER_KINDS]
+    found = run_here("print_harm", str(folder / "damaged.gguf"), str(n_flips), *paths)
+    assert found["refused"] > 100
+    assert found["peak_growth"] < 200 * MIB
+
+
+def test_no_damaged_file_does_harm(tiny_model: TinyModels, tmp_path: Path) -> None:
+    check_damaged(tiny_model, tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_no_damaged_file_does_harm_at_length(tiny_model: TinyModels, tmp_path: Path) -> None:
+    check_damaged(tiny_model, tmp_path, 2000)
+
+
+def print_harm(damaged: str, n_flips: str, *paths: str) -> None:
+    """In a process of its own: estimate damaged files, and print how many were refused."""
+    logging.disable(logging.CRITICAL)
+    for path in paths:
+        estimate(Path(path), EngineConfig(n_ctx=64), 1)
+    before, refused = peak_bytes(), 0
+    for content in (content for path in paths for content in damages(Path(path), int(n_flips))):
+        Path(damaged).write_bytes(content)
+        try:
+            estimate(Path(damaged), EngineConfig(n_ctx=64), 1)
+        except (ModelLoadError, UnsupportedFeature):
+            refused += 1
+    print(json.dumps({"refused": refused, "peak_growth": peak_bytes() - before}))
+
+
+ABSURD = (0, 513, 2**32 - 1)
+
+
+def damages(path: Path, n_flips: int) -> Iterator[bytes]:
+    """A file cut off, with absurd numbers for each number it has, and with bits flipped."""
+    whole, rng = path.read_bytes(), random.Random(path.name)
+    reader = gguf.GGUFReader(path)
+    n_header = min(tensor.data_offset for tensor in reader.tensors)
+    for n in range(10):
+        yield whole[: n_header * n // 10]
+    yield whole[:-100]
+    start = reader.data.ctypes.data
+    for field in reader.fields.values():
+        if len(field.data) > 8 or gguf.GGUFValueType.STRING in field.types:
+            continue
+        for part in (field.parts[index] for index in field.data):
+            at, size = part.ctypes.data - start, part.nbytes
+            for number in ABSURD:
+                low = number % 256**size
+                yield whole[:at] + low.to_bytes(size, "little") + whole[at + size :]
+    for _ in range(n_flips):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            content[rng.randrange(n_header)] ^= 1 << rng.randrange(8)
+        yield bytes(content)
+
+
+@pytest.mark.parametrize("n_layers", [0, 513, 2**32 - 1])
+def test_a_number_of_layers_that_aborts_llama_cpp_is_refused(
+    tiny_model: TinyModels, tmp_path: Path, n_layers: int
+) -> None:
+    whole = tiny_model("attention").read_bytes()
+    at = whole.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    damaged = tmp_path / "layers.gguf"
+    damaged.write_bytes(whole[:at] + n_layers.to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(ModelLoadError, match=f"{n_layers} layers"):
+        estimate(damaged, EngineConfig(), 1)
+
+
+# -- the header -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [*DECODER_KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in REAL)]
+)
+def test_the_header_is_read_as_the_gguf_package_reads_it(path_of: PathOf, name: str) -> None:
+    layout, reader = read_layout(path_of(name)), gguf.GGUFReader(path_of(name))
+    expected = {t.name: (int(t.tensor_type), *map(int, t.shape)) for t in reader.tensors}
+    assert {t.name: (t.kind, *t.shape) for t in layout.tensors} == expected
+    starts = {t.name: int(t.data_offset) for t in reader.tensors}
+    assert {t.name: t.start_bytes for t in layout.tensors} == starts
+    for tensor in reader.tensors:
+        found = next(t for t in layout.tensors if t.name == tensor.name)
+        assert 0 <= found.n_bytes - tensor.n_bytes < 32
+    tokens = reader.fields["tokenizer.ggml.tokens"]
+    assert layout.n_tokens == len(tokens.data)
+    assert layout.n_files == 1

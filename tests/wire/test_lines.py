@@ -1,0 +1,97 @@
+"""Bytes to lines: however they are cut, and up to what length."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.wire.lines import LineBuffer, LineTooLong
+
+# Newlines are as frequent as all the rest together.
+raw = st.lists(st.one_of(st.just(b"\n"), st.binary(max_size=6))).map(b"".join)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """`data` in parts, some of them empty."""
+    ends = sorted(place % (len(data) + 1) for place in places)
+    return [data[a:b] for a, b in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+def drain(lines: LineBuffer) -> list[bytes]:
+    found = []
+    while (line := lines.pop()) is not None:
+        found.append(line)
+    return found
+
+
+@given(data=raw, places=st.lists(st.integers(0, 1000)))
+def test_any_cutting_gives_the_same_lines(data: bytes, places: list[int]) -> None:
+    lines = LineBuffer(None)
+    found = []
+    for part in cut(data, places):
+        lines.push(part)
+        found += drain(lines)
+    *whole, rest = data.split(b"\n")
+    assert found == whole
+    assert lines.is_empty is (rest == b"")
+    assert lines.pop_rest() == rest
+    assert lines.is_empty
+
+
+@given(data=raw, places=st.lists(st.integers(0, 1000)))
+def test_lines_that_are_taken_late_are_the_same(data: bytes, places: list[int]) -> None:
+    lines = LineBuffer(None)
+    for part in cut(data, places):
+        lines.push(part)
+    assert [*drain(lines), lines.pop_rest()] == data.split(b"\n")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 64, 1024 * 1024])
+def test_a_line_may_be_as_long_as_the_limit_and_no_longer(limit: int) -> None:
+    lines = LineBuffer(limit)
+    lines.push(b"a" * limit + b"\n" + b"b" * limit + b"\n")
+    assert lines.pop() == b"a" * limit
+    assert lines.pop() == b"b" * limit
+    lines.push(b"c" * (limit + 1) + b"\n")
+    with pytest.raises(LineTooLong):
+        lines.pop()
+
+
+def test_a_line_that_will_be_too_long_is_refused_before_its_end() -> None:
+    lines = LineBuffer(8)
+    lines.push(b"a" * 8)
+    assert lines.pop() is None
+    lines.push(b"a")
+    with pytest.raises(LineTooLong):
+        lines.pop()
+    with pytest.raises(LineTooLong):
+        lines.pop()
+
+
+def test_the_limit_holds_for_what_the_end_of_the_input_ends() -> None:
+    lines = LineBuffer(8)
+    lines.push(b"a" * 8)
+    assert lines.pop_rest() == b"a" * 8
+    lines.push(b"a" * 9)
+    with pytest.raises(LineTooLong):
+        lines.pop_rest()
+
+
+@given(data=raw, places=st.lists(st.integers(0, 1000)), limit=st.integers(1, 8))
+def test_the_limit_does_not_hang_on_the_cutting(data: bytes, places: list[int], limit: int) -> None:
+    lines = LineBuffer(limit)
+    found: list[bytes] = []
+    is_too_long = False
+    try:
+        for part in cut(data, places):
+            lines.push(part)
+            while (line := lines.pop()) is not None:
+                found.append(line)
+        found.append(lines.pop_rest())
+    except LineTooLong:
+        is_too_long = True
+    expected = data.split(b"\n")
+    fitting = next((n for n, line in enumerate(expected) if len(line) > limit), len(expected))
+    assert found == expected[:fitting]
+    assert is_too_long is (fitting < len(expected))

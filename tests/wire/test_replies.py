@@ -1,0 +1,377 @@
+"""What comes back: the original's bytes, and everything else as it was on the other side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args, get_type_hints
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.core import errors
+from llamad_trio.core.completion import Completion, TokenLogprob
+from llamad_trio.core.errors import (
+    Busy,
+    ContextOverflow,
+    EngineClosed,
+    InferenceError,
+    LlamadError,
+    PromptTooLong,
+    ProtocolError,
+    SessionFatal,
+    UnsupportedFeature,
+)
+from llamad_trio.core.events import (
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
+from llamad_trio.core.request import Request
+from llamad_trio.core.tools import ToolCall
+from llamad_trio.remote_reply import understood
+from llamad_trio.wire.errors import CLOSING, error_from, error_reply, error_text
+from llamad_trio.wire.replies import completion_from, completion_reply, event_from, event_reply
+from llamad_trio.wire.strict_json import encode_line
+
+Json = dict[str, Any]
+
+SAMPLES: dict[Any, list[Any]] = {
+    str: ["why: \N{SNOWMAN}\n", ""],
+    int: [7, 0],
+    Sequence[str]: [("a", "b"), ()],
+    Mapping[str, int]: [{"a": 7}, {}],
+}
+
+
+def samples(kind: type[LlamadError]) -> list[LlamadError]:
+    """Two errors of a kind, with different values in every field."""
+    hints = get_type_hints(kind)
+    names = [field.name for field in getattr(kind, "__attrs_attrs__", ())]
+    choices = [SAMPLES.get(hints[name]) or get_args(hints[name]) for name in names]
+    return [kind(*(choice[n] for choice in choices)) for n in (0, 1)]
+
+
+OF_NO_REQUEST = {"LlamadError", "RestartsExhausted"}
+"""A base, and what ends a program's own block: no request ends with one of these."""
+
+KINDS: list[type[LlamadError]] = [
+    getattr(errors, name) for name in errors.__all__ if name not in OF_NO_REQUEST
+]
+
+
+def crossed(reply: Json) -> Json:
+    """A reply that has gone over the wire."""
+    line = encode_line(reply)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    found: Json = json.loads(line)
+    return found
+
+
+def fields_of(error: LlamadError) -> Json:
+    return {f.name: getattr(error, f.name) for f in getattr(type(error), "__attrs_attrs__", ())}
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_is_rebuilt_as_it_was_raised(kind: type[LlamadError]) -> None:
+    for error in samples(kind):
+        reply = crossed(error_reply(error, is_original=False))
+        found = error_from(reply)
+        assert type(found) is kind
+        assert crossed(fields_of(found)) == crossed(fields_of(error))
+        assert str(found) == str(error)
+        assert reply["error"] == error_text(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            Busy(7, 8),
+            b'{"error":"busy: 7 requests are waiting, the limit is 8"}\n',
+        ),
+        (
+            PromptTooLong(5000, 4095),
+            b'{"error":"prompt too long: 5000 tokens, at most 4095 fit"}\n',
+        ),
+        (ProtocolError("why"), b'{"error":"invalid request: why"}\n'),
+        (InferenceError("why"), b'{"error":"inference: why"}\n'),
+        (
+            UnsupportedFeature("grammar", "why"),
+            b'{"error":"invalid request: grammar is not supported: why"}\n',
+        ),
+        (SessionFatal("why"), b'{"error":"inference: engine stopped: why"}\n'),
+        (EngineClosed(), b'{"error":"inference: the engine is closed"}\n'),
+        (
+            ContextOverflow("decode", 10, 20, 25),
+            b'{"error":"inference: context overflow in decode: 10 tokens resident, '
+            b'20 more do not fit in 25"}\n',
+        ),
+    ],
+)
+def test_the_originals_errors_are_one_key_with_the_contracts_words(
+    error: LlamadError, line: bytes
+) -> None:
+    assert encode_line(error_reply(error, is_original=True)) == line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Busy(7, 8), PromptTooLong(5000, 4095), ProtocolError("why"), InferenceError("why")],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_originals_errors_are_rebuilt_from_their_text(error: LlamadError) -> None:
+    found = error_from(crossed(error_reply(error, is_original=True)))
+    assert type(found) is type(error)
+    assert fields_of(found) == fields_of(error)
+
+
+def test_that_the_daemon_stops_is_that_the_engine_is_closed() -> None:
+    assert type(error_from({"error": CLOSING})) is EngineClosed
+
+
+@pytest.mark.parametrize("text", ["empty request", "request too large", "read timeout"])
+def test_a_refused_request_is_a_protocol_error(text: str) -> None:
+    found = error_from({"error": text})
+    assert isinstance(found, ProtocolError)
+    assert found.reason == text
+
+
+@pytest.mark.parametrize("text", ["stream timeout", "something of tomorrow", "", "busy: a lot"])
+def test_an_error_that_is_not_known_keeps_its_text(text: str) -> None:
+    found = error_from({"error": text})
+    assert isinstance(found, InferenceError)
+    assert found.reason == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "details"),
+    [
+        *(("Tomorrow", {}), ("LlamadError", {}), ("str", {}), ("errors", {}), ("Busy", None)),
+        *(("Busy", {}), ("Busy", {"queued": "7", "max_queue": 8}), ("Busy", [7, 8])),
+        *(("ProtocolError", {"reason": 5}), ("PromptTooLong", {"tokens": 1.5, "budget": True})),
+    ],
+)
+def test_an_error_of_another_version_keeps_its_text(kind: str, details: object) -> None:
+    found = error_from({"error": "inference: why", "type": kind, "details": details})
+    assert isinstance(found, InferenceError)
+    assert found.reason == "why"
+
+
+def test_an_error_with_more_fields_than_are_known_is_rebuilt() -> None:
+    details = {"queued": 7, "max_queue": 8, "tomorrow": 9}
+    found = error_from({"error": "busy: ...", "type": "Busy", "details": details})
+    assert isinstance(found, Busy)
+    assert (found.queued, found.max_queue) == (7, 8)
+
+
+# -- the end of a completion ---------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+plain_texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9)
+json_objects = st.dictionaries(
+    plain_texts, st.none() | st.booleans() | st.integers() | numbers | plain_texts, max_size=3
+)
+names = st.from_regex(r"x[A-Za-z0-9_.-]{0,10}", fullmatch=True)
+likely = st.builds(
+    TokenLogprob,
+    st.integers(0, 2**31 - 1),
+    st.binary(max_size=6),
+    st.floats(max_value=0, allow_nan=False),
+)
+logprobs = st.builds(
+    lambda told, top: attrs.evolve(told, top=tuple(top)), likely, st.lists(likely, max_size=3)
+)
+reasons: st.SearchStrategy[Literal["stop", "length"]] = st.sampled_from(["stop", "length"])
+completions = st.builds(
+    Completion,
+    text=texts,
+    prompt_tokens=st.integers(0, 2**31),
+    generated_tokens=st.integers(0, 2**31),
+    finish_reason=reasons,
+    stop_sequence=st.none() | texts,
+    cached_tokens=st.integers(0, 2**31),
+    ttft_s=st.floats(0, 1e6),
+    duration_s=st.floats(0, 1e6),
+    reasoning=st.none() | texts,
+    tool_calls=st.lists(st.builds(ToolCall, plain_texts, names, json_objects), max_size=2).map(
+        tuple
+    ),
+    unfinished=texts,
+    logprobs=st.none() | st.lists(logprobs, max_size=3).map(tuple),
+)
+
+ASKED = Request("a")
+
+
+def returned(completion: Completion, request: Request = ASKED) -> Completion:
+    return completion_from(crossed(completion_reply(completion, is_original=False)), request)
+
+
+def as_data(completion: Completion) -> Json:
+    """A completion by value: what kind of sequence holds its parts is no part of it."""
+    data: Json = json.loads(json.dumps(attrs.asdict(completion), default=list))
+    return data
+
+
+@given(completions)
+def test_every_field_of_a_completion_crosses(completion: Completion) -> None:
+    assert as_data(returned(completion)) == as_data(completion)
+
+
+def test_all_fields_are_among_those_that_cross() -> None:
+    crossing = {name for name in attrs.fields_dict(Completion) if name != "value"}
+    call = ToolCall("1", "get", {"a": [1]})
+    told = TokenLogprob(5, b"\xff", -0.5, (TokenLogprob(5, b"\xff", -0.5),))
+    full = Completion(
+        text="a",
+        prompt_tokens=1,
+        generated_tokens=2,
+        finish_reason="length",
+        stop_sequence="s",
+        cached_tokens=3,
+        ttft_s=0.5,
+        duration_s=1.5,
+        reasoning="r",
+        tool_calls=(call,),
+        unfinished="u",
+        logprobs=(told,),
+    )
+    assert completion_reply(full, is_original=False).keys() == crossing
+    found = returned(full)
+    assert as_data(found) == as_data(full)
+    assert found.logprobs is not None
+    assert found.logprobs[0].text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_completion_is_equal_to_the_one_that_was_sent() -> None:
+    call = ToolCall("1", "get", {"a": [1]})
+    simple = Completion(text="a", prompt_tokens=1, generated_tokens=2, finish_reason="stop")
+    assert returned(simple) == simple
+    with_calls = attrs.evolve(simple, tool_calls=(call,), reasoning="r", unfinished="u")
+    assert returned(with_calls) == with_calls
+
+
+def test_a_completion_with_logprobs_is_equal_to_the_one_that_was_sent() -> None:
+    told = TokenLogprob(5, b"\xff", -0.5, (TokenLogprob(5, b"\xff", -0.5),))
+    completion = Completion(
+        text="a", prompt_tokens=1, generated_tokens=2, finish_reason="stop", logprobs=(told,)
+    )
+    assert returned(completion) == completion
+
+
+def test_a_token_that_cannot_be_is_minus_infinity_on_the_other_side_too() -> None:
+    told = TokenLogprob(5, b"a", float("-inf"))
+    completion = Completion(
+        text="a", prompt_tokens=1, generated_tokens=2, finish_reason="stop", logprobs=(told,)
+    )
+    assert json.loads(encode_line(completion_reply(completion, is_original=False)))["logprobs"] == [
+        {"token": 5, "text": "a", "bytes": [97], "logprob": None}
+    ]
+    assert as_data(returned(completion)) == as_data(completion)
+
+
+def test_the_originals_reply_has_three_keys_and_these_bytes() -> None:
+    completion = Completion(
+        text="4\n\N{SNOWMAN}",
+        prompt_tokens=24,
+        generated_tokens=2,
+        finish_reason="stop",
+        stop_sequence="s",
+        reasoning="r",
+        cached_tokens=20,
+    )
+    assert encode_line(completion_reply(completion, is_original=True)) == (
+        '{"text":"4\\n\N{SNOWMAN}","prompt_tokens":24,"generated_tokens":2}\n'.encode()
+    )
+
+
+def test_the_originals_three_keys_are_a_completion() -> None:
+    line = {"text": "4", "prompt_tokens": 24, "generated_tokens": 2}
+    expected = Completion(text="4", prompt_tokens=24, generated_tokens=2, finish_reason="stop")
+    assert completion_from(line, ASKED) == expected
+    assert completion_from({"done": True, "id": 1, "tomorrow": [], **line}, ASKED) == expected
+
+
+def test_the_value_is_read_where_the_request_asked_for_json() -> None:
+    done = Completion(text='{"a":1}', prompt_tokens=1, generated_tokens=2, finish_reason="stop")
+    asked = attrs.evolve(ASKED, json_schema={"type": "object"})
+    assert returned(done, asked).value == {"a": 1}
+    assert returned(done).value is None
+    assert returned(attrs.evolve(done, finish_reason="length"), asked).value is None
+    assert returned(attrs.evolve(done, stop_sequence="x"), asked).value is None
+    with pytest.raises(InferenceError, match="JSON"):
+        returned(attrs.evolve(done, text="{"), asked)
+
+
+# -- parts of a stream ---------------------------------------------------------------------------
+
+EVENTS: list[tuple[ReplyEvent, bytes]] = [
+    (TextDelta("4\n"), b'{"token":"4\\n"}\n'),
+    (ReasoningDelta("hm"), b'{"reasoning":"hm"}\n'),
+    (ToolCallStart(0, "c1", "get"), b'{"tool_call":{"index":0,"id":"c1","name":"get"}}\n'),
+    (ToolCallDelta(1, '{"a"'), b'{"tool_call":{"index":1,"arguments":"{\\"a\\""}}\n'),
+]
+
+
+@pytest.mark.parametrize(("event", "line"), EVENTS, ids=lambda part: type(part).__name__)
+def test_a_part_of_a_stream_has_these_bytes_and_crosses(event: ReplyEvent, line: bytes) -> None:
+    assert encode_line(event_reply(event)) == line
+    assert event_from(json.loads(line)) == event
+    assert event_from({"id": 7, **json.loads(line)}) == event
+
+
+@pytest.mark.parametrize("reply", [{}, {"tomorrow": 1}, {"token": 5}, {"reasoning": None}])
+def test_what_is_no_part_of_a_stream_is_passed_over(reply: Json) -> None:
+    assert event_from(reply) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *({"tool_call": 5}, {"tool_call": {}}, {"tool_call": {"index": 0, "id": "a"}}),
+        *({"tool_call": {"index": "0", "arguments": ""}}, {"tool_call": {"arguments": ""}}),
+    ],
+)
+def test_a_part_of_a_wrong_type_is_refused(reply: Json) -> None:
+    with pytest.raises(ProtocolError):
+        event_from(reply)
+
+
+# -- replies that no daemon of ours sends ----------------------------------------------------------
+
+NO_COMPLETIONS: list[Json] = [
+    *({}, {"text": 5}, {"text": "a"}, {"text": "a", "prompt_tokens": 1}),
+    *({"prompt_tokens": "1"}, {"generated_tokens": True}, {"ttft_s": "1"}, {"stop_sequence": 5}),
+    {"tool_calls": [{"id": "1", "name": "a b", "arguments": {}}]},
+    *({"logprobs": [5]}, {"logprobs": [{"token": 5}]}),
+    {"logprobs": [{"token": 5, "bytes": [999], "logprob": -1}]},
+    {"logprobs": [{"token": "x", "bytes": [], "logprob": -1}]},
+    *({"finish_reason": "tomorrow"}, {"finish_reason": 5}, {"ttft_s": 10**400}),
+    *({"tool_calls": 5}, {"tool_calls": [5]}, {"tool_calls": [{"id": "1"}]}),
+    *({"logprobs": 5}, {"logprobs": {"a": 1}}),
+]
+COMPLETE: Json = {"text": "a", "prompt_tokens": 1, "generated_tokens": 2}
+
+
+@pytest.mark.parametrize("reply", NO_COMPLETIONS, ids=lambda reply: str(reply)[:40])
+def test_what_is_no_completion_is_an_inference_error(reply: Json) -> None:
+    line = {**COMPLETE, **reply} if reply and "text" not in reply else reply
+    with pytest.raises(InferenceError, match="reply is not understood"):
+        understood(partial(completion_from, line, ASKED))
+
+
+def test_an_error_whose_field_has_an_unknown_word_keeps_its_text() -> None:
+    details = {"stage": "x", "resident_tokens": 1, "additional_tokens": 2, "n_ctx": 3}
+    reply: Json = {"error": "inference: why", "type": "ContextOverflow", "details": details}
+    assert str(error_from(reply)) == "inference: why"
