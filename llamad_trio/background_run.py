@@ -376,9 +376,10 @@ class EngineHandle:
         return self._engine.config
 
     def __del__(self) -> None:
-        if not self._run.is_ending:
-            self._run.end_soon()
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+        with suppress(AttributeError):  # Ctrl-C came before it had one
+            if not self._run.is_ending:
+                self._run.end_soon()
+                warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
 
 class StreamHandle(Generic[PartT]):
@@ -399,7 +400,8 @@ class StreamHandle(Generic[PartT]):
         return self._call.value
 
     def __del__(self) -> None:
-        self._call.cancel()
+        with suppress(AttributeError):  # Ctrl-C came before it had one
+            self._call.cancel()
 
 
 def is_exiting() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -16,7 +17,8 @@ FOLDER = Path(__file__).parent.parent / "examples"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "LLAMAD_N_THREADS": "1"}
 
 ASK_A_DAEMON = ("client", "remote")
-EXAMPLES = sorted(p for p in FOLDER.glob("*.py") if p.stem not in ASK_A_DAEMON)
+OF_THEIR_OWN = (*ASK_A_DAEMON, "batch_pipeline", "pytest_real_model")
+EXAMPLES = sorted(p for p in FOLDER.glob("*.py") if p.stem not in OF_THEIR_OWN)
 
 
 def run(*command: str) -> str:
@@ -53,6 +55,34 @@ def daemon(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, smollm2_path: Path) -> None:
     assert run(sys.executable, str(example), str(smollm2_path))
+
+
+def test_batch_goes_on_where_it_was_stopped(smollm2_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    for n in (5, 9):
+        run(
+            sys.executable,
+            str(FOLDER / "batch_pipeline.py"),
+            str(output),
+            str(n),
+            str(smollm2_path),
+        )
+        results = [json.loads(line) for line in output.read_text().splitlines()]
+        assert sorted(result["number"] for result in results) == list(range(n))
+        assert {result["sentiment"] for result in results} <= {"good", "bad"}
+
+
+def test_application_is_tested_with_both_kinds_of_model(smollm2_path: Path) -> None:
+    command = (
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        str(FOLDER / "pytest_real_model.py"),
+    )
+    assert "2 passed" in run(*command)
 
 
 def test_program_uses_a_daemon_s_engine(daemon: str) -> None:

@@ -114,8 +114,8 @@ class Connection:
     async def linger(self) -> None:
         """Let the client send the rest of what was refused.  A checkpoint."""
         with trio.move_on_after(LINGER_S):
-            await self._stream.send_eof()
             try:
+                await self._stream.send_eof()
                 while await self._stream.receive_some(CHUNK_BYTES):
                     pass
             except trio.BrokenResourceError:

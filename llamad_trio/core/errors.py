@@ -6,12 +6,9 @@ All derive from `LlamadError`, carry their fields as attributes, and pickle.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import attrs
-
-if TYPE_CHECKING:
-    from llamad_trio.core.restarts import Failure
 
 __all__ = [
     "Busy",
@@ -209,6 +206,14 @@ class EngineCrashed(LlamadError):
         how = f"signal {-self.status}" if self.status < 0 else f"status {self.status}"
         last = f"; its last words: {self.last_log_lines[-1]}" if self.last_log_lines else ""
         return f"the engine's process ended with {how}{last}"
+
+
+@attrs.frozen
+class Failure:
+    """One failure of a model: when, in seconds of Trio's clock, and what."""
+
+    time_s: float
+    error: str
 
 
 @attrs.define(auto_exc=True, str=False)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from llamad_trio.core.errors import Failure
 from llamad_trio.core.fields import CONVERT, apply_converters, number, whole_number
 
-__all__ = ["Failure", "RestartBook", "RestartPolicy"]
+__all__ = ["RestartBook", "RestartPolicy"]
 
 DAY_S = 86_400.0
 
@@ -44,14 +45,6 @@ class RestartPolicy:
         default=30.0, metadata={CONVERT: number("max_delay_s", 30.0, 0.0, DAY_S)}
     )
     jitter: float = attrs.field(default=0.2, metadata={CONVERT: number("jitter", 0.2, 0.0, 1.0)})
-
-
-@attrs.frozen
-class Failure:
-    """One failure of a model: when, in seconds of Trio's clock, and what."""
-
-    time_s: float
-    error: str
 
 
 class RestartBook:

@@ -12,16 +12,22 @@ import pytest
 from llamad_trio.core import errors
 from llamad_trio.core.errors import (
     Busy,
+    ConfigError,
     ContextOverflow,
     Disconnected,
     EngineClosed,
+    EngineCrashed,
+    Failure,
     IncompleteOutput,
     InferenceError,
+    InsufficientMemory,
     LlamadError,
     ModelLoadError,
     PromptTooLong,
     ProtocolError,
+    RestartsExhausted,
     SessionFatal,
+    SocketUnavailable,
     UnsupportedFeature,
 )
 
@@ -61,6 +67,31 @@ EXAMPLES: list[tuple[LlamadError, dict[str, Any], str]] = [
     (SessionFatal("lost count"), {"reason": "lost count"}, "engine stopped: lost count"),
     (EngineClosed(), {}, "the engine is closed"),
     (Disconnected(), {}, "the other side disconnected"),
+    (
+        SocketUnavailable("/tmp/x", "nobody listens there"),
+        {"path": "/tmp/x", "reason": "nobody listens there"},
+        "socket '/tmp/x': nobody listens there",
+    ),
+    (
+        ConfigError("d.toml", "models.a.n_ctx", "wrong"),
+        {"path": "d.toml", "where": "models.a.n_ctx", "reason": "wrong"},
+        "d.toml: models.a.n_ctx: wrong",
+    ),
+    (
+        EngineCrashed(-9, ("first", "last")),
+        {"status": -9, "last_log_lines": ("first", "last")},
+        "the engine's process ended with signal 9; its last words: last",
+    ),
+    (
+        RestartsExhausted("a", (Failure(1.0, "one"), Failure(3.5, "two"))),
+        {"model": "a", "failures": (Failure(1.0, "one"), Failure(3.5, "two"))},
+        "model 'a' failed 2 times: 2.5 s before: one; 0.0 s before: two",
+    ),
+    (
+        InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20}),
+        {"required": 3 << 30, "available": 1 << 30, "held_by": {"a": 512 << 20}},
+        str(InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20})),
+    ),
 ]
 
 every_error = pytest.mark.parametrize(

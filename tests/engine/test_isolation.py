@@ -49,18 +49,20 @@ def die():
 class Dies:
     def __init__(self, engine): self._engine = engine
     def __getattr__(self, name): return getattr(self._engine, name)
-    def stream(self, request): return dying(self._engine, request)
+    def stream_events(self, request): return dying(self._engine, request)
 
 import contextlib
 @contextlib.asynccontextmanager
 async def dying(engine, request):
-    async with engine.stream(request) as pieces:
-        class Pieces:
+    async with engine.stream_events(request) as events:
+        class Events:
+            n = 0
             def __aiter__(self): return self
             async def __anext__(self):
-                if len(pieces.text) > 20: die()
-                return await pieces.receive()
-        yield Pieces()
+                self.n += 1
+                if self.n > 20: die()
+                return await events.receive()
+        yield Events()
 
 serve = isolated.serve_listener
 async def serve_dying(engines, listener, **options):

@@ -323,53 +323,47 @@ def test_a_timeout_cancels_its_own_request_only() -> None:
             eng.complete("the cat", timeout=-1)
 
 
-INTERRUPTED = """
-other = []
-with blocking.open_with(scripted()) as eng:
-    def read():
-        with eng.stream("endless", max_tokens=1_000_000) as pieces:
-            for piece in pieces:
-                other.append(piece)
-                if len(other) == 200:
-                    return
-    threads = [threading.Thread(target=read)]
-    threads.append(threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)))
-    for thread in threads:
-        thread.start()
-    try:
-        %s
-    except KeyboardInterrupt:
-        print("interrupted", eng.stats().requests["cancelled"])
-    for thread in threads:
-        thread.join()
-    print(len(other), eng.complete_text("the cat"))
-    until(lambda: eng.stats().slots["free"] == 4)
-print(threading.active_count())
-"""
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        'eng.complete("endless", max_tokens=1_000_000)',
-        'eng.stream("endless", max_tokens=1_000_000).result()',
-        'for piece in eng.stream("endless", max_tokens=1_000_000): pass',
-    ],
-)
-def test_ctrl_c_cancels_the_callers_request_and_no_other(use: str) -> None:
-    status, lines, errors, _ = run_script(INTERRUPTED % use)
-    assert (status, errors) == (0, "")
-    assert lines == ["interrupted 1", "200 42", "1"]
-
-
-@pytest.mark.parametrize("use", ["complete(prompt, **most)", "stream(prompt, **most).result()"])
-def test_ctrl_c_ends_a_program_that_computes(tiny_path: Path, use: str) -> None:
-    script = f"""
+def test_ctrl_c_cancels_the_callers_request_and_no_other() -> None:
+    script = """
     most = dict(max_tokens=1_000_000)
-    prompt = "the cat " * 10
+    def complete():
+        eng.complete("endless", **most)
+    def read():
+        eng.stream("endless", **most).result()
+    def loop():
+        for piece in eng.stream("endless", **most): pass
+    other = []
+    def read_beside():
+        for piece in eng.stream("endless", **most):
+            other.append(piece)
+            if len(other) >= 200 and is_done.is_set():
+                return
+    with blocking.open_with(scripted()) as eng:
+        is_done = threading.Event()
+        beside = threading.Thread(target=read_beside)
+        beside.start()
+        for use in complete, read, loop:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            try:
+                use()
+            except KeyboardInterrupt:
+                print("interrupted", eng.stats().requests["cancelled"])
+        is_done.set()
+        beside.join()
+        print(eng.complete_text("the cat"))
+        until(lambda: eng.stats().slots["free"] == 4)
+    print(threading.active_count())
+    """
+    status, lines, errors, _ = run_script(script)
+    assert (status, errors) == (0, "")
+    assert lines == ["interrupted 1", "interrupted 2", "interrupted 3", "42", "1"]
+
+
+def test_ctrl_c_ends_a_program_that_computes(tiny_path: Path) -> None:
+    script = """
     with blocking.open_engine(sys.argv[1], n_threads=1, n_ctx=65536) as eng:
         threading.Timer(0.3, lambda: (print("exits"), os.kill(os.getpid(), signal.SIGINT))).start()
-        eng.{use}
+        eng.complete("the cat", max_tokens=1_000_000)
     """
     status, _, errors, took_s = run_script(script, str(tiny_path))
     assert status in (-2, 130)  # as a program ends that does not catch it
@@ -590,83 +584,69 @@ def test_an_engine_that_nobody_has_any_more_closes_itself() -> None:
     until(lambda: engine_threads() == [])
 
 
-LEFT_OPEN = {
-    "idle": "eng.complete('the cat', max_tokens=2)\n",
-    "a stream": """
+STREAM = """
 pieces = eng.stream("endless", max_tokens=1_000_000)
 next(pieces)
-""",
-    "in a loop": """
+"""
+LOOP = """
 for piece in eng.stream("endless", max_tokens=1_000_000):
     print("exits")
     sys.exit()
-""",
-    "a daemon thread": """
+"""
+DAEMON_THREAD = """
 threading.Thread(
     target=eng.complete, args=("endless",), kwargs={"max_tokens": 1_000_000}, daemon=True
 ).start()
 until(lambda: eng.stats().slots["free"] < 4)
-""",
-    "a thread": """
+"""
+THREAD = """
 def ask():
     try:
         eng.complete("endless", max_tokens=1_000_000)
-    except EngineClosed:
-        print("closed")
+    except EngineClosed as error:
+        print(error)
+    try:
+        blocking.open_with(scripted())
+    except RuntimeError as error:
+        print(error)
 threading.Thread(target=ask).start()
 until(lambda: eng.stats().slots["free"] < 4)
-""",
-    "a worker of a pool": """
+"""
+POOL = """
 from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor()
 pool.submit(eng.complete, "endless", max_tokens=1_000_000)
 until(lambda: eng.stats().slots["free"] < 4)
-""",
-    "a handler at exit": """
-import atexit
-def ask():
-    try:
-        eng.complete("the cat")
-    except EngineClosed:
-        print("closed")
-atexit.register(ask)
-""",
-    "another engine to come": """
-def ask():
-    try:
-        eng.complete("endless", max_tokens=1_000_000)
-    except EngineClosed:
-        try:
-            blocking.open_with(scripted())
-        except RuntimeError as error:
-            print(error)
-threading.Thread(target=ask).start()
-until(lambda: eng.stats().slots["free"] < 4)
-""",
-}
-
-SAID = {
-    "a thread": ["closed"],
-    "a handler at exit": ["closed"],
-    "another engine to come": ["an engine cannot be opened while the interpreter exits"],
-}
+"""
 
 
-@pytest.mark.parametrize("left", LEFT_OPEN)
-def test_the_interpreter_exits_with_an_engine_left_open(left: str) -> None:
-    script = "eng = blocking.open_with(scripted())\n" + LEFT_OPEN[left] + "print('exits')"
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ("", []),
+        (STREAM, []),
+        (LOOP, []),
+        (DAEMON_THREAD, []),
+        (
+            THREAD,
+            ["the engine is closed", "an engine cannot be opened while the interpreter exits"],
+        ),
+        (POOL, []),
+    ],
+    ids=["idle", "stream", "loop", "daemon thread", "thread", "pool"],
+)
+def test_the_interpreter_exits_with_an_engine_left_open(left: str, says: list[str]) -> None:
+    script = f"eng = blocking.open_with(scripted())\n{left}\nprint('exits')"
     status, lines, errors, took_s = run_script(script)
     assert (status, errors) == (0, "")
-    assert lines == ["exits", *SAID.get(left, [])]
+    assert lines == ["exits", *says]
     assert took_s < 5
 
 
-@pytest.mark.parametrize("left", ["idle", "a stream", "a daemon thread"])
-def test_the_interpreter_exits_with_a_model_that_computes(tiny_path: Path, left: str) -> None:
+def test_the_interpreter_exits_with_a_model_that_computes(tiny_path: Path) -> None:
     opened = "eng = blocking.open_engine(sys.argv[1], n_threads=1, n_ctx=65536)\n"
-    status, lines, errors, took_s = run_script(
-        opened + LEFT_OPEN[left] + "print('exits')", str(tiny_path)
-    )
+    script = opened + STREAM + DAEMON_THREAD + "print('exits')"
+    status, lines, errors, took_s = run_script(script, str(tiny_path))
     assert (status, lines, errors) == (0, ["exits"], "")
     assert took_s < 5
 

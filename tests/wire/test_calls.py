@@ -22,6 +22,7 @@ from llamad_trio.wire.calls import (
     CountTokens,
     Detokenize,
     Generate,
+    Metrics,
     Models,
     Ping,
     Render,
@@ -168,6 +169,7 @@ OTHER_CALLS = [
     Ping(),
     Models(),
     Stats(),
+    Metrics(),
     Cancel(id="a"),
     Tokenize(text="a", special=True),
     Tokenize(text=""),
@@ -457,6 +459,7 @@ def test_a_prompt_is_text_or_tokens_and_not_both() -> None:
     "data",
     [
         {"prompt": "a", "nonsense": 1},
+        {"prompt": "a", "nonsense": None},
         {"prompt": "a", "nonsense": 1, "stream": True, "id": 1},
         in_history(role="user", content="a", nonsense=1),
         in_tool_call(nonsense=1),

@@ -1,6 +1,6 @@
 """Many requests at once: they share the model's slots and its KV pool.
 
-    python examples/concurrent.py [MODEL]
+    python examples/many_at_once.py [MODEL]
 
 Each answer is printed when it is complete; the stats tell what the shared beginning of
 the prompts saved.
