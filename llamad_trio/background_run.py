@@ -55,7 +55,10 @@ falls behind, which pauses the slot."""
 
 
 class Answer(Generic[T]):
-    """What somebody outside the Trio run waits for: in the end, one value or one error."""
+    """What somebody outside the Trio run waits for: in the end, one value or one error.
+
+    Of several, the first counts.
+    """
 
     def __init__(self) -> None:
         self.is_here = False
@@ -83,16 +86,17 @@ class Answer(Generic[T]):
 
     def give(self, value: T) -> None:
         """This is it."""
-        self._value = value
-        self._end()
+        if not self.is_here:
+            self._value = value
+            self._end()
 
     def fail(self, error: BaseException) -> None:
         """There will be none."""
-        self._error = error
-        self._end()
+        if not self.is_here:
+            self._error = error
+            self._end()
 
     def _end(self) -> None:
-        assert not self.is_here, "one answer"
         self.is_here = True
         self._wake_all()
 
@@ -142,8 +146,7 @@ class Call(Answer[T]):
             if _holds_cancelled(error):
                 raise
             self.fail(error)
-        if not self.is_here:
-            self.fail(ValueError("the request was cancelled"))
+        self.fail(ValueError("the request was cancelled"))  # unless it has an answer
 
 
 class _Stream(Protocol[PartT_co]):
@@ -285,11 +288,9 @@ class BackgroundRun:
         except BaseException as error:  # goes to whoever opens, calls or closes
             self._crash = error
         _runs.discard(self)
-        if not self.opened.is_here:
-            self.opened.fail(self._crash or EngineClosed())
+        self.opened.fail(self._crash or EngineClosed())  # unless it was
         for call in self._calls:
-            if not call.is_here:
-                call.fail(self._why_closed())
+            call.fail(self._why_closed())
         if self._crash is not None:
             self.ended.fail(self._crash)
         else:
@@ -330,7 +331,7 @@ class BackgroundRun:
             self._give_up(call)
 
     def _give_up(self, call: Call[object]) -> None:
-        if not call.is_here and self.is_ending:
+        if self.is_ending:
             call.fail(EngineClosed())
         if call.is_here:
             self._calls.discard(call)

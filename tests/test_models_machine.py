@@ -130,7 +130,7 @@ async def live_through(
             assert models.state(name) in {"ready", "unloaded"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(histories)
 def test_everybody_gets_one_outcome_and_the_models_go_on(
     case: tuple[list[tuple[str, object]], str, float | None, float],

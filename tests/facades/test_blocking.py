@@ -464,8 +464,9 @@ def test_a_crash_reaches_everybody_and_comes_out_of_the_block() -> None:
                     pieces.result()
             assert [str(error) for error in errors] == ["engine stopped: the books are wrong"] * 9
             assert len({id(error) for error in errors}) == 9
-            with pytest.raises(SessionFatal):
-                eng.complete("x")
+            late = in_threads(2, lambda _: eng.complete("x"))
+            assert [type(error) for error in late] == [SessionFatal] * 2
+            assert late[0] is not late[1]
             assert not eng.is_open
             assert eng.stats().requests["failed"] == 10
     with pytest.raises(SessionFatal):
@@ -569,6 +570,28 @@ def test_closing_ends_the_calls_of_all_other_threads(tiny_path: Path) -> None:
     results = in_threads(15, use)
     assert [type(result) for result in results[:12]] == [EngineClosed] * 12
     assert results[12:] == [None] * 3
+
+
+def test_nobody_waits_for_what_an_engine_still_has_to_tidy_up() -> None:
+    can_end = threading.Event()
+
+    @asynccontextmanager
+    async def opener() -> AsyncIterator[EngineLike]:
+        async with scripted(decode_s=0.001)() as engine:
+            yield engine
+        await trio.to_thread.run_sync(can_end.wait)
+
+    eng = blocking.open_with(opener)
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(eng.complete, ENDLESS)
+        until(lambda: not is_idle(eng.stats()))
+        closing = pool.submit(eng.close)
+        assert isinstance(running.exception(), EngineClosed)
+        with pytest.raises(EngineClosed):
+            eng.complete("the cat")
+        assert not closing.done()
+        can_end.set()
+        closing.result()
 
 
 def test_an_engine_that_nobody_has_any_more_closes_itself() -> None:

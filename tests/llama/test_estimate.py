@@ -51,6 +51,13 @@ TINY_CONFIGS: list[dict[str, Any]] = [
     {"n_ctx": 8192, "n_slots": 1, "type_k": "f32", "type_v": "f32", "flash_attn": False},
     {"n_ctx": 16384},
 ]
+# Its states are small whatever the pool: what grows is the batch.
+RECURRENT_CONFIGS: list[dict[str, Any]] = [
+    {"n_ctx": 4096, "n_slots": 1, "n_batch": 4096},
+    {"n_ctx": 16384, "n_slots": 8, "n_batch": 2048},
+    {"n_ctx": 32768, "n_slots": 8, "n_batch": 4096},
+    {"n_ctx": 16384, "n_batch": 4096, "flash_attn": False},
+]
 REAL_CONFIGS: list[dict[str, Any]] = [
     {"n_ctx": 512, "n_slots": 1},
     {"n_ctx": 4096, "n_slots": 8},
@@ -58,13 +65,14 @@ REAL_CONFIGS: list[dict[str, Any]] = [
     {"n_ctx": 1024, "n_batch": 64, "flash_attn": False},
 ]
 MATRIX: list[tuple[str, dict[str, Any]]] = [
-    *((kind, config) for kind in DECODER_KINDS for config in TINY_CONFIGS),
-    *((name, config) for name in REAL for config in REAL_CONFIGS),
+    *((kind, fields) for kind in DECODER_KINDS if kind != "recurrent" for fields in TINY_CONFIGS),
+    *(("recurrent", fields) for fields in RECURRENT_CONFIGS),
+    *((name, fields) for name in REAL for fields in REAL_CONFIGS),
 ]
 OF_THE_DEFAULT_RUN: list[tuple[str, dict[str, Any]]] = [
     ("attention", TINY_CONFIGS[0]),
     ("sliding-window", TINY_CONFIGS[0]),
-    ("recurrent", TINY_CONFIGS[0]),
+    ("recurrent", RECURRENT_CONFIGS[0]),
     ("hybrid", TINY_CONFIGS[0]),
     *((name, {"n_ctx": 256, "n_slots": 1}) for name in REAL),
 ]
@@ -94,6 +102,7 @@ def run_here(function: str, *args: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-c", code, *args],
         capture_output=True,
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "GGML_NO_BACKTRACE": "1"},
         timeout=300,
         check=False,
