@@ -1,0 +1,115 @@
+"""Several real models in one program: lanes, turns, memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llamad_trio import (
+    EngineFailed,
+    EngineSpec,
+    InsufficientMemory,
+    Lane,
+    ProtocolError,
+    StepDone,
+    estimate_memory,
+    open_models,
+)
+from tests.engine.support import ENDLESS, ONE_THREAD
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llamad_trio import Models
+    from tests.models import Kind, TinyModels
+
+
+async def steps_side_by_side(models: Models, n_steps: int) -> dict[str, int]:
+    """Steps of each model while all of them generate."""
+    counts = dict.fromkeys(models, 0)
+
+    async def generate(name: str, started: trio.Event) -> None:
+        async with models[name].stream("x", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+            started.set()
+            async for _ in pieces:
+                pass
+
+    async with trio.open_nursery() as nursery, models.events(max_events=100_000) as events:
+        for name in models:
+            started = trio.Event()
+            nursery.start_soon(generate, name, started)
+            await started.wait()
+        async for event in events:
+            if isinstance(event, StepDone):
+                counts[event.engine] += 1
+                if sum(counts.values()) == n_steps:
+                    break
+        nursery.cancel_scope.cancel()
+    return counts
+
+
+@pytest.mark.parametrize("n", [2, 3])
+async def test_models_of_one_lane_take_turns_by_step(tiny_model: TinyModels, n: int) -> None:
+    every: tuple[Kind, ...] = ("attention", "hybrid", "sliding-window")
+    kinds = every[:n]
+    lane = Lane(threads=1)
+    specs = {
+        kind: EngineSpec(tiny_model(kind, n_ctx_train=100_000), n_ctx=8192, lane=lane)
+        for kind in kinds
+    }
+    async with open_models(specs) as models:
+        counts = await steps_side_by_side(models, 300 * n)
+    # The first ones have a few steps before the last begins.
+    assert max(counts.values()) <= 2 * min(counts.values())
+
+
+async def test_models_on_lanes_of_their_own_all_go_on(tiny_model: TinyModels) -> None:
+    kinds: tuple[Kind, ...] = ("attention", "recurrent")
+    specs = {
+        kind: EngineSpec(tiny_model(kind, n_ctx_train=100_000), ONE_THREAD, n_ctx=8192, lane="own")
+        for kind in kinds
+    }
+    async with open_models(specs) as models:
+        counts = await steps_side_by_side(models, 200)
+    assert all(counts.values())
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+async def test_what_does_not_fit_is_refused_and_who_holds_the_memory_is_told(
+    tiny_path: Path,
+) -> None:
+    need = (await estimate_memory(tiny_path, ONE_THREAD)).total_bytes
+    specs = {name: EngineSpec(tiny_path, ONE_THREAD, load="lazy") for name in ("a", "b")}
+    async with open_models(specs, memory_budget_bytes=need * 3 // 2) as models:
+        assert (await models["a"].complete("x", max_tokens=2)).generated_tokens == 2
+        with pytest.raises(InsufficientMemory) as caught:
+            await models["b"].complete("x")
+        assert caught.value.required == need
+        assert caught.value.held_by == {"a": need}
+        assert models.state("b") == "failed"
+        await models.unload("a")
+        assert (await models["b"].complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_refused_load_is_an_event(tiny_path: Path) -> None:
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, load="lazy")}
+    async with open_models(specs, memory_budget_bytes=1) as models, models.events() as events:
+        with pytest.raises(InsufficientMemory):
+            await models.complete("x")
+        event = await events.receive()
+        assert isinstance(event, EngineFailed)
+        assert isinstance(event.error, InsufficientMemory)
+
+
+async def test_the_machine_can_be_the_budget(tiny_path: Path) -> None:
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD)}
+    async with open_models(specs, memory_budget_bytes="auto") as models:
+        await models.wait_ready("a")
+    with pytest.raises(ProtocolError):
+        async with open_models(specs, memory_budget_bytes="much"):  # type: ignore[arg-type]
+            pass
