@@ -122,7 +122,8 @@ class Prompt:
         async with open_plain_nursery() as nursery:
             nursery.start_soon(self._stop_when_cancelled)
             with shielded():
-                return await trio.to_thread.run_sync(self._ask)
+                typed = await trio.to_thread.run_sync(self._ask)
+        return typed
 
     async def _stop_when_cancelled(self) -> None:
         try:

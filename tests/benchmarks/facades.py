@@ -13,7 +13,7 @@ import trio
 
 from llamad_trio import Engine, Request, blocking, open_engine
 
-PAIRS = 5
+PAIRS = 11
 N_TOKENS = 64
 
 

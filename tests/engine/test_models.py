@@ -56,7 +56,7 @@ async def test_models_of_one_lane_take_turns_by_step(tiny_model: TinyModels, n: 
     every: tuple[Kind, ...] = ("attention", "hybrid", "sliding-window")
     kinds = every[:n]
     lane = Lane(threads=1)
-    specs = {
+    specs: dict[str, EngineSpec] = {
         kind: EngineSpec(tiny_model(kind, n_ctx_train=100_000), n_ctx=8192, lane=lane)
         for kind in kinds
     }
@@ -68,7 +68,7 @@ async def test_models_of_one_lane_take_turns_by_step(tiny_model: TinyModels, n: 
 
 async def test_models_on_lanes_of_their_own_all_go_on(tiny_model: TinyModels) -> None:
     kinds: tuple[Kind, ...] = ("attention", "recurrent")
-    specs = {
+    specs: dict[str, EngineSpec] = {
         kind: EngineSpec(tiny_model(kind, n_ctx_train=100_000), ONE_THREAD, n_ctx=8192, lane="own")
         for kind in kinds
     }
