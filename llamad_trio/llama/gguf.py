@@ -87,7 +87,7 @@ def refuse_deadly(path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             reason = _deadly(_Reader(data))
-        except (struct.error, KeyError, RecursionError):
+        except (struct.error, KeyError, RecursionError, OverflowError):
             return
     if reason is not None:
         raise ModelLoadError(str(path), reason)

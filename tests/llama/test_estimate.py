@@ -474,6 +474,18 @@ def damages(path: Path, n_flips: int) -> Iterator[bytes]:
         yield bytes(content)
 
 
+@pytest.mark.parametrize("n_items", [2**61, 2**64 - 1])
+def test_an_array_longer_than_any_memory_is_refused(
+    tiny_model: TinyModels, tmp_path: Path, n_items: int
+) -> None:
+    whole = tiny_model("attention").read_bytes()
+    at = whole.index(b"tokenizer.ggml.scores") + len(b"tokenizer.ggml.scores") + 8
+    damaged = tmp_path / "array.gguf"
+    damaged.write_bytes(whole[:at] + n_items.to_bytes(8, "little") + whole[at + 8 :])
+    with pytest.raises(ModelLoadError):
+        estimate(damaged, EngineConfig(), 1)
+
+
 @pytest.mark.parametrize("n_layers", [0, 513, 2**32 - 1])
 def test_a_number_of_layers_that_aborts_llama_cpp_is_refused(
     tiny_model: TinyModels, tmp_path: Path, n_layers: int
