@@ -17,7 +17,7 @@ from llamad_trio.core.errors import ModelLoadError
 
 __all__ = ["Layout", "Tensor", "read_layout", "refuse_deadly"]
 
-_STRING, _ARRAY = 8, 9
+_UINT32, _STRING, _ARRAY = 4, 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
@@ -80,7 +80,7 @@ class _Reader:
 def refuse_deadly(path: Path) -> None:
     """Raise `ModelLoadError` for a file that would abort the process.
 
-    Known to: a vocabulary that lists a token twice, and a SentencePiece vocabulary with which
+    Known to: a number of layers beyond llama.cpp's own limit, a vocabulary that lists a token twice, and a SentencePiece vocabulary with which
     some text cannot be written.  A header this cannot follow is left to llama.cpp, which says
     what is wrong with it.
     """
@@ -94,13 +94,16 @@ def refuse_deadly(path: Path) -> None:
 
 
 def _deadly(reader: _Reader) -> str | None:
-    """What is deadly in the vocabulary, if anything is."""
+    """What is deadly in the header, if anything is."""
     tokenizer, tokens = b"", set[bytes]()
     reader.unsigned()  # number of tensors
     for _ in range(reader.unsigned()):
         key, kind = reader.string(), reader.unsigned("<I")
         if key == b"tokenizer.ggml.model" and kind == _STRING:
             tokenizer = reader.string()
+        elif key.endswith(b".block_count") and kind == _UINT32:
+            if not 0 < (number := reader.unsigned("<I")) <= _MAX_LAYERS:
+                return f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}"
         elif key == b"tokenizer.ggml.tokens" and kind == _ARRAY:
             for token in reader.strings():
                 if token in tokens:

@@ -112,6 +112,19 @@ async def test_any_file_name_will_do(tmp_path: Path, tiny_path: Path, name: str)
         assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
 
 
+@pytest.mark.parametrize("n_layers", [0, 513, 2**32 - 1])
+async def test_a_number_of_layers_that_llama_cpp_dies_of_is_refused(
+    tmp_path: Path, n_layers: int
+) -> None:
+    path = tmp_path / "deep.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(n_layers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert f"{n_layers} layers" in (await refusal_of(path)).reason
+
+
 async def test_a_vocabulary_that_cannot_write_every_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "poor.gguf"
     writer = gguf.GGUFWriter(path, "llama")
