@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 import trio
 
-from llamad_trio.actors.nursery import open_plain_nursery, unlimited
+from llamad_trio.actors.nursery import holds_cancelled, open_plain_nursery, unlimited
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError
@@ -143,7 +143,7 @@ class Call(Answer[T]):
         except trio.TooSlowError:
             self.fail(TimeoutError(f"the request was not complete after {self._timeout_s} s"))
         except BaseException as error:  # the caller's
-            if _holds_cancelled(error):
+            if holds_cancelled(error):
                 raise
             self.fail(error)
         self.fail(ValueError("the request was cancelled"))  # unless it has an answer
@@ -408,12 +408,6 @@ class StreamHandle(Generic[PartT]):
 def is_exiting() -> bool:
     """Whether the interpreter is on its way out."""
     return _is_exiting
-
-
-def _holds_cancelled(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(trio.Cancelled) is not None
-    return isinstance(error, trio.Cancelled)
 
 
 _runs: set[BackgroundRun] = set()

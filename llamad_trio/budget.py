@@ -9,6 +9,7 @@ from typing import Literal
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.memory import check_budget, estimate_memory, total_memory
 
 __all__ = ["Budget"]
 
@@ -29,8 +30,6 @@ class Budget:
 
     def __init__(self, limit: int | Literal["auto"] | None) -> None:
         if limit == "auto":
-            from llamad_trio.memory import total_memory
-
             limit = int(AUTO_SHARE * total_memory())
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
             raise ProtocolError(f'memory_budget_bytes must be bytes or "auto", not {limit!r}')
@@ -48,8 +47,6 @@ class Budget:
         if self._limit is None:
             yield
             return
-        from llamad_trio.memory import check_budget, estimate_memory
-
         need = (await estimate_memory(model, config)).total_bytes
         check_budget(need, self._limit, +self._held)
         self._held[name] += need

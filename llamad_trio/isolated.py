@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 
 import trio
 
@@ -54,8 +55,8 @@ async def _serve(sock: socket.socket) -> None:
     try:
         order = await _first_line(channel)
         config = structure(order["config"], EngineConfig)
-        progress = _Progress(sock)
-        async with open_engine(str(order["model"]), config, on_load=progress.tell) as engine:
+        tell = partial(_tell_progress, sock.fileno())
+        async with open_engine(str(order["model"]), config, on_load=tell) as engine:
             await channel.send_all(encode_line({"ready": True}))
             limits = Limits(
                 max_request_bytes=1 << 30, stream_timeout_s=86_400, max_connections=65_536
@@ -78,14 +79,9 @@ async def _first_line(channel: trio.SocketStream) -> dict[str, object]:
     return decode_object(line)
 
 
-class _Progress:
-    """Tells how far the load is.  A few short lines: they fit into the socket's buffer."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._fd = sock.fileno()
-
-    def tell(self, fraction: float) -> None:
-        os.write(self._fd, encode_line({"progress": fraction}))
+def _tell_progress(fd: int, fraction: float) -> None:
+    """A few short lines in all: they fit into the socket's buffer."""
+    os.write(fd, encode_line({"progress": fraction}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Whatever the other process does, here it is a typed error.
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -26,8 +25,6 @@ from llamad_trio.wire.converter import unstructure
 from llamad_trio.wire.strict_json import encode_line
 
 __all__ = ["open_isolated_engine"]
-
-logger = logging.getLogger("llamad_trio")
 
 COMMAND = (sys.executable, "-m", "llamad_trio.isolated")
 

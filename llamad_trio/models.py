@@ -18,6 +18,7 @@ from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.core.restarts import RestartPolicy
 from llamad_trio.engine import open_engine, open_named_engine
@@ -166,7 +167,7 @@ class Models(Mapping[str, "Model"]):
     @property
     def default(self) -> str | None:
         """The model of requests that name none; `None` if there is none at all."""
-        return self._default if self._default in self._models else next(iter(self), None)
+        return pick_model(None, self._models, self._default) if self._models else None
 
     def state(self, name: str) -> ModelState:
         """What is going on with a model.  Raises `ProtocolError` for an unknown one."""
@@ -303,13 +304,7 @@ class Models(Mapping[str, "Model"]):
             yield engine
 
     def _asked(self, name: str | None) -> Model:
-        if name is None:
-            name = self.default
-        if name is None:
-            raise ProtocolError("there is no model")
-        if name not in self._models:
-            raise ProtocolError(f"unknown model {name[:64]!r}; known are {', '.join(self)}")
-        return self._models[name]
+        return self._models[pick_model(name, self._models, self._default)]
 
 
 class Model:

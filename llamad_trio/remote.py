@@ -6,7 +6,7 @@ is the cancel.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
@@ -24,11 +24,11 @@ from llamad_trio.core.errors import (
     ProtocolError,
     SocketUnavailable,
 )
-from llamad_trio.core.fields import text
 from llamad_trio.core.request import Request
 from llamad_trio.engine import as_request
 from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 from llamad_trio.remote_reply import Daemon, Peer, RemoteReply, RemoteSource, called, understood
+from llamad_trio.scoring import checked_texts
 from llamad_trio.stream import EventStream, TokenStream
 from llamad_trio.typed_request import typed_request, with_value
 from llamad_trio.wire.calls import (
@@ -93,8 +93,11 @@ async def daemon_stats(path: str | PathLike[str]) -> DaemonStats:
 async def stats_of(peer: Peer) -> DaemonStats:
     """`daemon_stats`, of whoever answers."""
     async with called(peer, Stats()) as reply:
-        line = await reply.next_line()
-    return understood(partial(structure_known, line, DaemonStats))
+        return await _stats_in(reply)
+
+
+async def _stats_in(reply: RemoteReply) -> DaemonStats:
+    return understood(partial(structure_known, await reply.next_line(), DaemonStats))
 
 
 class RemoteEngine:
@@ -163,14 +166,14 @@ class RemoteEngine:
     ) -> list[float]:
         """As `Engine.score`.  A checkpoint; cancelled, it stops the work."""
         asked = as_request(request, fields)
-        texts = _texts("continuations", continuations)
+        texts = checked_texts("continuations", continuations)
         call = Score(request=asked, continuations=texts, model=self._name)
         return await self._ask(call, "scores", list[float])
 
     async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
         """As `Engine.choose`.  A checkpoint; cancelled, it stops the work."""
         asked = as_request(request, fields)
-        texts = _texts("options", options)
+        texts = checked_texts("options", options)
         call = Choose(request=asked, options=texts, model=self._name)
         choice = await self._ask(call, "choice", dict[str, object])
         return understood(partial(structure_known, choice, Choice))
@@ -224,8 +227,7 @@ class RemoteEngine:
     async def refresh(self) -> EngineStats:
         """Ask the daemon for the engine's statistics of this moment.  A checkpoint."""
         async with self._called(Stats()) as reply:
-            line = await reply.next_line()
-        daemon = understood(partial(structure_known, line, DaemonStats))
+            daemon = await _stats_in(reply)
         if self._name not in daemon.models:
             raise EngineClosed
         self._last_seen = daemon.models[self._name]
@@ -279,10 +281,3 @@ class RemoteEngine:
             self._last_seen = attrs.evolve(
                 self._last_seen, stats=understood(partial(structure_known, stats, EngineStats))
             )
-
-
-def _texts(name: str, texts: Sequence[str]) -> list[str]:
-    """Texts as the list that the wire has."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
-    return [text(name)(item) for item in texts]

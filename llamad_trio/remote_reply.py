@@ -213,11 +213,8 @@ def understood(read: Callable[[], T]) -> T:
     """
     try:
         return read()
-    except InferenceError:
-        raise
-    except Exception as error:  # cattrs raises all kinds of them for data of a wrong shape
-        reason = error.reason if isinstance(error, ProtocolError) else repr(error)
-        raise InferenceError(f"the daemon's reply is not understood: {reason}") from error
+    except ProtocolError as error:
+        raise InferenceError(f"the daemon's reply is not understood: {error.reason}") from error
 
 
 def _line(call: Call) -> bytes:

@@ -20,14 +20,14 @@ from llamad_trio.core.tokenizing import Scoring
 if TYPE_CHECKING:
     from llamad_trio.engine import Engine
 
-__all__ = ["choose", "score"]
+__all__ = ["checked_texts", "choose", "score"]
 
 _names = count(1)
 
 
 async def score(engine: Engine, request: Request, continuations: Sequence[str]) -> list[float]:
     """See `Engine.score`."""
-    texts = _checked("continuations", continuations)
+    texts = checked_texts("continuations", continuations)
     scoring = await engine.prepare_scoring(request, texts)
     wanted = list(map(tuple, scoring.targets))
     own = tuple(scoring.own)
@@ -37,7 +37,7 @@ async def score(engine: Engine, request: Request, continuations: Sequence[str]) 
 
 async def choose(engine: Engine, request: Request, options: Sequence[str]) -> Choice:
     """See `Engine.choose`."""
-    texts = _checked("options", options)
+    texts = checked_texts("options", options)
     if not texts or "" in texts or len(set(texts)) < len(texts):
         raise ProtocolError("options must be texts, at least one, none empty, all different")
     scoring = await engine.prepare_scoring(request, texts)
@@ -51,7 +51,8 @@ async def choose(engine: Engine, request: Request, options: Sequence[str]) -> Ch
     return Choice(text=texts[index], index=index, probabilities=tuple(w / total for w in weights))
 
 
-def _checked(name: str, texts: Sequence[str]) -> list[str]:
+def checked_texts(name: str, texts: Sequence[str]) -> list[str]:
+    """Texts as a list.  Raises `ProtocolError` if they are something else."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
     return [text(name)(item) for item in texts]

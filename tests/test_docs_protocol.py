@@ -356,6 +356,7 @@ RAISED = [
         ("wire/strict_json.py", "ProtocolError", "ValueError"),
         ("actors/listener.py", "ProtocolError"),
         ("core/fields.py", "ProtocolError"),
+        ("core/model_choice.py", "ProtocolError"),
         ("core/request.py", "ProtocolError"),
         ("core/tools.py", "ProtocolError"),
     )

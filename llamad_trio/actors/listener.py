@@ -34,6 +34,7 @@ from llamad_trio.core.errors import (
 )
 from llamad_trio.core.events import Done, TextDelta
 from llamad_trio.core.limits import Limits
+from llamad_trio.core.model_choice import pick_model
 from llamad_trio.info import DaemonStats, ModelStats
 from llamad_trio.wire.calls import (
     Call,
@@ -183,14 +184,7 @@ class _Server:
 
     def name(self, name: str | None) -> str:
         """The model that is meant."""
-        if name is None:
-            name = self.default if self.default in self.engines else next(iter(self.engines), None)
-        if name is None:
-            raise ProtocolError("there is no model")
-        if name not in self.engines:
-            known = ", ".join(self.engines)
-            raise ProtocolError(f"unknown model {name[:64]!r}; known are {known}")
-        return name
+        return pick_model(name, self.engines, self.default)
 
     def engine(self, name: str | None) -> EngineLike:
         """The engine that is asked."""

@@ -10,7 +10,14 @@ import trio
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
-__all__ = ["TaskStatus", "open_plain_nursery", "run_all", "shielded", "unlimited"]
+__all__ = [
+    "TaskStatus",
+    "holds_cancelled",
+    "open_plain_nursery",
+    "run_all",
+    "shielded",
+    "unlimited",
+]
 
 
 @asynccontextmanager
@@ -33,7 +40,7 @@ async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         if body_error is not None and (
-            body_error in group.exceptions or not _holds_cancelled(body_error)
+            body_error in group.exceptions or not holds_cancelled(body_error)
         ):
             raise body_error from body_error.__cause__
         if len(group.exceptions) == 1:
@@ -82,7 +89,8 @@ def unlimited() -> trio.CancelScope:
     return trio.CancelScope()  # pyright: ignore[reportCallIssue]
 
 
-def _holds_cancelled(error: BaseException) -> bool:
+def holds_cancelled(error: BaseException) -> bool:
+    """Whether it is Trio's `Cancelled`, or a group with one in it."""
     # Trio takes its Cancelled out of a group by making another one of what is left: only a
     # group without any can be raised again as itself.
     if isinstance(error, BaseExceptionGroup):

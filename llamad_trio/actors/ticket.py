@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from itertools import count
@@ -12,9 +11,9 @@ import trio
 
 from llamad_trio.chat.conversation import Turn
 from llamad_trio.chat.reply import ReplyParser, new_call_id
-from llamad_trio.core.completion import Completion, is_cut_off
+from llamad_trio.core.completion import Completion, is_cut_off, json_value
 from llamad_trio.core.engine_events import RequestKind
-from llamad_trio.core.errors import InferenceError, LlamadError
+from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.request import Request
 from llamad_trio.core.scheduler import Finished
 
@@ -177,7 +176,7 @@ class Ticket:
             reasoning=parser.reasoning,
             tool_calls=parser.tool_calls,
             unfinished=parser.unfinished,
-            value=_data(parser.text) if has_value else None,
+            value=json_value(parser.text) if has_value else None,
         )
 
     async def receive(self) -> str:
@@ -212,10 +211,3 @@ class Ticket:
     def close(self) -> None:
         """Nobody reads any more."""
         self._receive.close()
-
-
-def _data(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:  # such as a number of more digits than Python reads
-        raise InferenceError(f"the text cannot be read as JSON: {error}") from None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Generic, Literal
 
 import attrs
 from typing_extensions import TypeVar
 
+from llamad_trio.core.errors import InferenceError
 from llamad_trio.core.tools import ToolCall
 
-__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob", "is_cut_off"]
+__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob", "is_cut_off", "json_value"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -95,3 +97,15 @@ class Completion(Generic[ValueT_co]):
 def is_cut_off(completion: Completion) -> bool:
     """Whether the text stopped before its own end: its value, if it has one, is incomplete."""
     return completion.finish_reason == "length" or completion.stop_sequence is not None
+
+
+def json_value(text: str) -> object:
+    """The data that a text under a JSON schema is.
+
+    Raises:
+        InferenceError: Python cannot read it, such as a number of too many digits.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InferenceError(f"the text cannot be read as JSON: {error}") from None

@@ -26,7 +26,7 @@ from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
 from llamad_trio.core.memory import MemoryEstimate
 from llamad_trio.llama import backend, gguf
 from llamad_trio.llama.context import Context
-from llamad_trio.llama.model import Model, _check_file, _reason
+from llamad_trio.llama.model import Model, check_file, load_failure
 from llamad_trio.llama.runtime import LlamaRuntime
 
 __all__ = ["estimate"]
@@ -65,7 +65,7 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
         ModelLoadError: missing, unreadable, no GGUF, unsupported.
         UnsupportedFeature: the model cannot continue a text.
     """
-    _check_file(path)
+    check_file(path)
     gguf.refuse_deadly(path)
     layout = gguf.read_layout(path)
     backend.start()
@@ -112,7 +112,7 @@ class _WeightlessModel(Model):
         with backend.captured_errors() as errors:
             pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
-            raise ModelLoadError(str(path), _reason(errors))
+            raise ModelLoadError(str(path), load_failure(errors))
         self.pointer = pointer
         self.path = path
         self.vocab = lib.llama_model_get_vocab(pointer)

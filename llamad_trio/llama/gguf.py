@@ -17,8 +17,11 @@ from llamad_trio.core.errors import ModelLoadError
 
 __all__ = ["Layout", "Tensor", "read_layout", "refuse_deadly"]
 
-_UINT32, _STRING, _ARRAY = 4, 8, 9
+_STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+_INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
 
 
 class _Reader:
@@ -80,9 +83,9 @@ class _Reader:
 def refuse_deadly(path: Path) -> None:
     """Raise `ModelLoadError` for a file that would abort the process.
 
-    Known to: a number of layers beyond llama.cpp's own limit, a vocabulary that lists a token twice, and a SentencePiece vocabulary with which
-    some text cannot be written.  A header this cannot follow is left to llama.cpp, which says
-    what is wrong with it.
+    Known to: more layers or experts than llama.cpp has room for, a vocabulary that lists a
+    token twice, and a SentencePiece vocabulary with which some text cannot be written.  A
+    header this cannot follow is left to llama.cpp, which says what is wrong with it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
@@ -101,9 +104,10 @@ def _deadly(reader: _Reader) -> str | None:
         key, kind = reader.string(), reader.unsigned("<I")
         if key == b"tokenizer.ggml.model" and kind == _STRING:
             tokenizer = reader.string()
-        elif key.endswith(b".block_count") and kind == _UINT32:
-            if not 0 < (number := reader.unsigned("<I")) <= _MAX_LAYERS:
-                return f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}"
+        elif kind in _INTEGERS:
+            number = reader.unsigned(_INTEGERS[kind])
+            if (reason := _deadly_number(key, number)) is not None:
+                return reason
         elif key == b"tokenizer.ggml.tokens" and kind == _ARRAY:
             for token in reader.strings():
                 if token in tokens:
@@ -119,6 +123,20 @@ def _deadly(reader: _Reader) -> str | None:
     return f"the vocabulary cannot write the byte 0x{missing[0]:02X}" if missing else None
 
 
+# llama.cpp keeps a table of this many layers and of this many experts, and aborts the process
+# when a model has more.
+_MAX_LAYERS = 512
+_MAX_EXPERTS = 1024
+
+
+def _deadly_number(key: bytes, number: int) -> str | None:
+    if key.endswith(b".block_count") and not 0 < number <= _MAX_LAYERS:
+        return f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}"
+    if key.endswith(b".expert_count") and number > _MAX_EXPERTS:
+        return f"it has {number} experts, and llama.cpp takes {_MAX_EXPERTS}"
+    return None
+
+
 _UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
 """Those that occur in texts: what SentencePiece has no token for is written with them."""
 
@@ -129,14 +147,8 @@ def _can_write(byte: int, tokens: set[bytes]) -> bool:
 
 # -- where the tensors are ------------------------------------------------------------------
 
-_INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
-
-# llama.cpp keeps a table of this many layers and of this many experts, and aborts the process
-# when a model has more.
-_MAX_LAYERS = 512
-_MAX_EXPERTS = 1024
 
 
 @attrs.frozen(kw_only=True)
@@ -194,7 +206,8 @@ def _read_layout(reader: _Reader, file_bytes: int) -> Layout:
     n_tensors, n_values = reader.unsigned(), reader.unsigned()
     numbers = dict(_numbers(reader, n_values))
     for key, number in numbers.items():
-        _refuse_abort(key, number)
+        if (reason := _deadly_number(key.encode(), number)) is not None:
+            raise ValueError(reason)
     infos = [_tensor_info(reader) for _ in range(n_tensors)]
     alignment = numbers.get("general.alignment", _DEFAULT_ALIGNMENT)
     if alignment <= 0:
@@ -228,13 +241,6 @@ def _numbers(reader: _Reader, n_values: int) -> Iterator[tuple[str, int]]:
             yield key, reader.skip_array()
         else:
             reader.skip(kind)
-
-
-def _refuse_abort(key: str, number: int) -> None:
-    if key.endswith(".block_count") and not 0 < number <= _MAX_LAYERS:
-        raise ValueError(f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}")
-    if key.endswith(".expert_count") and number > _MAX_EXPERTS:
-        raise ValueError(f"it has {number} experts, and llama.cpp takes {_MAX_EXPERTS}")
 
 
 def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:

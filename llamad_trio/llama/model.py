@@ -42,7 +42,7 @@ class Model:
     def __init__(
         self, path: Path, config: EngineConfig, on_progress: Callable[[float], bool]
     ) -> None:
-        _check_file(path)
+        check_file(path)
         gguf.refuse_deadly(path)
         backend.start()
         params = lib.llama_model_default_params()
@@ -68,7 +68,7 @@ class Model:
         with backend.captured_errors() as errors:
             pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not pointer:
-            reason = "cancelled" if stopped else _reason(errors)
+            reason = "cancelled" if stopped else load_failure(errors)
             raise ModelLoadError(str(path), reason)
         self.pointer = pointer
         self.path = path
@@ -249,7 +249,7 @@ class Model:
             size = -n
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
     """Give the plain reasons a file is no model, which llama.cpp's log tells only vaguely."""
     try:
         mode = path.stat().st_mode
@@ -282,7 +282,7 @@ def _load_mode(config: EngineConfig) -> int:
     return int(lib.LLAMA_LOAD_MODE_MMAP if config.use_mmap else lib.LLAMA_LOAD_MODE_NONE)
 
 
-def _reason(errors: list[str]) -> str:
+def load_failure(errors: list[str]) -> str:
     """The first error line is the cause; the later ones say where it was noticed."""
     if not errors:
         return "llama.cpp could not load it"

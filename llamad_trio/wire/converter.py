@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import attrs
 import cattrs
-from cattrs.errors import ForbiddenExtraKeysError
+from cattrs.errors import CattrsError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 from llamad_trio.core.completion import Choice, Completion, TokenLogprob
@@ -66,9 +66,15 @@ def _structured(converter: cattrs.Converter, value: object, kind: type[T]) -> T:
         return converter.structure(given, kind)
     except ForbiddenExtraKeysError as error:
         raise ProtocolError(f"unknown field {min(error.extra_fields)[:64]!r}") from None
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        # What the converter's own code makes of a value of another shape.
+    except _WRONG_SHAPE as error:
         raise ProtocolError(f"{kind.__name__}: {error}") from None
+
+
+_WRONG_SHAPE = (
+    *(CattrsError, AttributeError, KeyError, OverflowError, TypeError, ValueError),
+    RecursionError,
+)
+"""What cattrs, and the code it makes, raises for a value of another shape."""
 
 
 def unstructure(value: object) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def error_from(reply: dict[str, object]) -> LlamadError:
     if kind is not None and isinstance(details, dict):
         try:
             error: LlamadError = structure_known(details, kind)
-        except Exception as failure:  # cattrs raises all kinds of them for data of a wrong shape
+        except ProtocolError as failure:
             logger.debug("an error of another version: %r", failure)
         else:
             return error

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 
-from llamad_trio.core.completion import Completion, is_cut_off
-from llamad_trio.core.errors import InferenceError
+from llamad_trio.core.completion import Completion, is_cut_off, json_value
 from llamad_trio.core.events import (
     ReasoningDelta,
     ReplyEvent,
@@ -41,10 +38,7 @@ def completion_from(reply: dict[str, object], request: Request) -> Completion:
     completion = structure_known({"finish_reason": "stop", **reply}, Completion)
     if request.json_schema is None or is_cut_off(completion):
         return completion
-    try:
-        return attrs.evolve(completion, value=json.loads(completion.text))
-    except ValueError as error:
-        raise InferenceError(f"the text cannot be read as JSON: {error}") from None
+    return attrs.evolve(completion, value=json_value(completion.text))
 
 
 def event_reply(event: ReplyEvent) -> dict[str, object]:

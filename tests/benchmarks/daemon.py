@@ -16,6 +16,7 @@ from pathlib import Path
 import trio
 
 from llamad_trio import EngineLike, RemoteEngine, Request, connect, open_engine
+from tests.benchmarks.streams import seconds_of
 
 PAIRS = 5
 
@@ -48,20 +49,6 @@ async def running_daemon(model: str, n_slots: int) -> AsyncIterator[str]:
             process.send_signal(signal.SIGTERM)
 
 
-async def _tokens_per_s(eng: EngineLike, n_streams: int) -> float:
-    async def read(index: int) -> None:
-        request = Request(f"{index} One, two, three, ", raw=True, temperature=0, max_tokens=64)
-        async with eng.stream(request) as pieces:
-            async for _ in pieces:
-                pass
-
-    began = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        for index in range(n_streams):
-            nursery.start_soon(read, index)
-    return 64 * n_streams / (trio.current_time() - began)
-
-
 async def socket_ratio(model: str) -> dict[str, float]:
     """Tokens/s of streams through the socket against the same in-process, in turns."""
     ratios: dict[int, list[float]] = {1: [], 8: []}
@@ -71,11 +58,11 @@ async def socket_ratio(model: str) -> dict[str, float]:
         open_engine(model, n_slots=8, kv_cache=False) as local,
     ):
         for n_streams in ratios:
-            await _tokens_per_s(remote, n_streams)
-            await _tokens_per_s(local, n_streams)
+            await seconds_of([(remote, n_streams)])
+            await seconds_of([(local, n_streams)])
             for _ in range(PAIRS):
-                through = await _tokens_per_s(remote, n_streams)
-                ratios[n_streams].append(through / await _tokens_per_s(local, n_streams))
+                through_s = await seconds_of([(remote, n_streams)])
+                ratios[n_streams].append(await seconds_of([(local, n_streams)]) / through_s)
     return {f"at {n}": statistics.median(of_n) for n, of_n in ratios.items()}
 
 

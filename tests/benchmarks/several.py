@@ -11,37 +11,17 @@ from pathlib import Path
 import trio
 
 from llamad_trio import (
-    EngineLike,
     EngineSpec,
     LlamadError,
-    Request,
     RestartPolicy,
     open_engine,
     open_models,
 )
 from llamad_trio.manifest import known_model, resolve_model
+from tests.benchmarks.streams import seconds_of
 
 PAIRS = 5
 OTHER = "gemma3-270m"
-
-
-async def _seconds(engines: list[tuple[EngineLike, int]], n_tokens: int = 64) -> float:
-    """Seconds that streams take, so many of each engine at once."""
-
-    async def read(eng: EngineLike, index: int) -> None:
-        request = Request(
-            f"{index} One, two, three, ", raw=True, temperature=0, max_tokens=n_tokens
-        )
-        async with eng.stream(request) as pieces:
-            async for _ in pieces:
-                pass
-
-    began = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        for eng, n_streams in engines:
-            for index in range(n_streams):
-                nursery.start_soon(read, eng, index)
-    return trio.current_time() - began
 
 
 def _other() -> str:
@@ -54,11 +34,11 @@ async def neighbour_ratio(model: str) -> dict[str, float]:
     ratios = []
     for _ in range(PAIRS):
         async with open_engine(model, kv_cache=False) as eng:
-            await _seconds([(eng, 1)])
-            alone = await _seconds([(eng, 1)])
+            await seconds_of([(eng, 1)])
+            alone = await seconds_of([(eng, 1)])
             async with open_engine(_other()):
-                await _seconds([(eng, 1)])
-                ratios.append(alone / await _seconds([(eng, 1)]))
+                await seconds_of([(eng, 1)])
+                ratios.append(alone / await seconds_of([(eng, 1)]))
     return {"ratio": statistics.median(ratios)}
 
 
@@ -74,16 +54,16 @@ async def own_lanes(model: str) -> dict[str, float]:
             open_engine(model, kv_cache=False) as one,
             open_engine(_other(), kv_cache=False) as two,
         ):
-            await _seconds([(one, 1)], 8)
-            await _seconds([(two, 1)], 8)
-            in_turn = await _seconds([(one, 1)]) + await _seconds([(two, 1)])
+            await seconds_of([(one, 1)], 8)
+            await seconds_of([(two, 1)], 8)
+            in_turn = await seconds_of([(one, 1)]) + await seconds_of([(two, 1)])
         await trio.sleep(11)
         async with (
             open_engine(model, kv_cache=False, lane="own", n_threads=1) as one,
             open_engine(_other(), kv_cache=False, lane="own", n_threads=1) as two,
         ):
-            await _seconds([(one, 1), (two, 1)], 8)
-            ratios.append(in_turn / await _seconds([(one, 1), (two, 1)]))
+            await seconds_of([(one, 1), (two, 1)], 8)
+            ratios.append(in_turn / await seconds_of([(one, 1), (two, 1)]))
         await trio.sleep(11)
     return {"ratio": statistics.median(ratios)}
 
@@ -96,11 +76,11 @@ async def isolation_ratio(model: str) -> dict[str, float]:
         open_engine(model, n_slots=8, kv_cache=False) as here,
     ):
         for n_streams in ratios:
-            await _seconds([(apart, n_streams)])
-            await _seconds([(here, n_streams)])
+            await seconds_of([(apart, n_streams)])
+            await seconds_of([(here, n_streams)])
             for _ in range(PAIRS):
-                through = await _seconds([(apart, n_streams)])
-                ratios[n_streams].append(await _seconds([(here, n_streams)]) / through)
+                through = await seconds_of([(apart, n_streams)])
+                ratios[n_streams].append(await seconds_of([(here, n_streams)]) / through)
     return {f"at {n}": statistics.median(of_n) for n, of_n in ratios.items()}
 
 
