@@ -16,7 +16,7 @@ __all__ = ["Connection", "ReadTimeout", "RequestTooLarge"]
 CHUNK_BYTES = 64 * 1024
 
 LINGER_S = 1.0
-"""How long a client may go on sending what is refused, so that it sees why."""
+"""How long a client may go on sending what nobody reads, so that it gets its reply."""
 
 MOST_LEFT_BYTES = 1024 * 1024
 """How much of what a client has sent is thrown away before its socket is closed: a socket
@@ -112,7 +112,7 @@ class Connection:
             self._unsent.clear()
 
     async def linger(self) -> None:
-        """Let the client send the rest of what was refused.  A checkpoint."""
+        """End the replies, and let the client send the rest of what nobody reads.  A checkpoint."""
         with trio.move_on_after(LINGER_S):
             try:
                 await self._stream.send_eof()

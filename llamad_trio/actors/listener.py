@@ -257,37 +257,38 @@ class _Client:
 
     async def answer_calls(self) -> None:
         """Answer until the client has all it asked for."""
+        async with trio.open_nursery() as nursery:
+            await self._read_calls(nursery)
+        # A client that is still sending would lose its reply to a reset.  Not before those
+        # under way have theirs: it ends the sending side.
+        await self._connection.linger()
+
+    async def _read_calls(self, nursery: trio.Nursery) -> None:
         goes_on = True
         is_first = True
-        is_refused = False
-        async with trio.open_nursery() as nursery:
-            while goes_on and not self._connection.at_end:
-                # A client that takes no replies is not listened to.
-                await self._tasks.acquire()
-                self._tasks.release()
-                try:
-                    line = await self._connection.next_line(is_first=is_first)
-                except trio.Cancelled:
-                    if not self._n_calls:
-                        self._say_closing({})
-                    raise
-                except (ReadTimeout, RequestTooLarge) as error:
-                    await self._refuse(_REFUSALS[type(error)])
-                    goes_on, is_refused = False, True
-                    continue
-                if line is None:
-                    return
-                call = await self._call(line)
-                if call is not None:
-                    goes_on = call.keep
-                    self._tasks.acquire_nowait()
-                    nursery.start_soon(self._answer, call)
-                elif is_first:
-                    return
-                is_first = False
-        # Not before those under way have their replies: it ends the sending side.
-        if is_refused:
-            await self._connection.linger()
+        while goes_on and not self._connection.at_end:
+            # A client that takes no replies is not listened to.
+            await self._tasks.acquire()
+            self._tasks.release()
+            try:
+                line = await self._connection.next_line(is_first=is_first)
+            except trio.Cancelled:
+                if not self._n_calls:
+                    self._say_closing({})
+                raise
+            except (ReadTimeout, RequestTooLarge) as error:
+                await self._refuse(_REFUSALS[type(error)])
+                return
+            if line is None:
+                return
+            call = await self._call(line)
+            if call is not None:
+                goes_on = call.keep
+                self._tasks.acquire_nowait()
+                nursery.start_soon(self._answer, call)
+            elif is_first:
+                return
+            is_first = False
 
     async def _call(self, line: bytes) -> Call | None:
         """What a line asks for; `None` for one that was refused."""
