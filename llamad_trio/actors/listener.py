@@ -252,6 +252,7 @@ class _Client:
         self._scope = scope
         self._calls: dict[CallId, trio.CancelScope] = {}
         self._n_calls = 0
+        self._has_said_closing = False
         # Those of calls under way, and of replies that wait to be sent.
         self._tasks = trio.Semaphore(2 * MAX_CALLS)
 
@@ -273,7 +274,8 @@ class _Client:
             try:
                 line = await self._connection.next_line(is_first=is_first)
             except trio.Cancelled:
-                if not self._n_calls:
+                # Trio cancels in any order: the calls may have ended, and said so, before.
+                if not self._n_calls and not self._has_said_closing:
                     self._say_closing({})
                 raise
             except (ReadTimeout, RequestTooLarge) as error:
@@ -425,5 +427,6 @@ class _Client:
 
     def _say_closing(self, head: Reply) -> None:
         """The daemon stops: last words, unless it is the client who has gone."""
+        self._has_said_closing = True
         if not self._scope.cancel_called:
             self._connection.send_now(encode_line(head | {"error": CLOSING}))
