@@ -33,7 +33,8 @@ from tests.benchmarks.constrained import (
 from tests.benchmarks.daemon import killed_client, socket_latency, socket_ratio
 from tests.benchmarks.events import events_cost
 from tests.benchmarks.facades import blocking_ratio
-from tests.benchmarks.several import isolation_ratio, neighbour_ratio, own_lanes, restart_delay
+from tests.benchmarks.lanes import own_lanes
+from tests.benchmarks.several import isolation_ratio, neighbour_ratio, restart_delay
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20

@@ -1,0 +1,106 @@
+"""Two engines that generate at once, each on a lane of its own with its share of the cores."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import attrs
+import trio
+
+from llamad_trio import Engine, EngineConfig
+from llamad_trio.actors.lane import Lane
+from llamad_trio.actors.loading import loaded_model
+from llamad_trio.engine import run_engine
+from llamad_trio.llama.raw_loop import RawLoop
+from tests.benchmarks.several import OTHER
+from tests.benchmarks.streams import seconds_of
+
+ROUNDS = 5
+
+TOGETHER_S = 3.0
+
+THREAD_LEAVES_S = 11.0
+"""Trio keeps an idle thread for 10 s, libgomp a team for each thread that has computed, and
+one team more slows all others down."""
+
+
+@attrs.frozen
+class _Side:
+    """An engine, and a plain loop on the same model, threads and lane."""
+
+    engine: Engine
+    raw: RawLoop
+    lane: Lane
+
+    async def stream(self, n_tokens: int) -> None:
+        await seconds_of([(self.engine, 1)], n_tokens)
+
+    async def loop(self, n_tokens: int) -> None:
+        await self.lane.run(lambda: self.raw.run([[1] * 8], n_tokens), abort=lambda: None)
+
+
+async def own_lanes(model: str) -> dict[str, float]:
+    """Tokens of two engines on lanes of their own, against the same ones one after the other
+    with all cores; and the same of plain loops, which is what llama.cpp has to gain.
+
+    Both generate all the time that is measured: how much each gets done in it is what is then
+    asked of one after the other.
+    """
+    ours, plain = [], []
+    for _ in range(ROUNDS):
+        async with _opened(model, n_threads=1, lanes=[Lane(), Lane()]) as sides:
+            shares = await _shares(sides)
+            apart_s = await _seconds(sides, shares, at_once=True)
+            raw_apart_s = await _seconds(sides, shares, at_once=True, raw=True)
+        await trio.sleep(THREAD_LEAVES_S)
+        async with _opened(model, n_threads=None, lanes=[Lane()] * 2) as sides:
+            await _shares(sides)
+            ours.append(await _seconds(sides, shares, at_once=False) / apart_s)
+            plain.append(await _seconds(sides, shares, at_once=False, raw=True) / raw_apart_s)
+        await trio.sleep(THREAD_LEAVES_S)
+    return {"ratio": statistics.median(ours), "plain loops": statistics.median(plain)}
+
+
+@asynccontextmanager
+async def _opened(
+    model: str, n_threads: int | None, lanes: Sequence[Lane]
+) -> AsyncIterator[list[_Side]]:
+    config = EngineConfig(kv_cache=False, n_ctx=2048, n_threads=n_threads)
+    async with AsyncExitStack() as stack:
+        sides = []
+        for name, lane in zip((model, OTHER), lanes, strict=True):
+            await stack.enter_async_context(lane.hosted())
+            loaded = await stack.enter_async_context(loaded_model(name, config, lane, None))
+            runtime = loaded.runtime
+            raw = RawLoop(runtime, runtime.config)
+            stack.callback(raw.close)
+            run = run_engine(runtime, loaded.template, runtime.config, lane)
+            sides.append(_Side(await stack.enter_async_context(run), raw, lane))
+        yield sides
+
+
+async def _shares(sides: Sequence[_Side]) -> list[int]:
+    """How many tokens each gets done while all generate."""
+    for side in sides:
+        await side.stream(8)
+        await side.loop(8)
+    before = [side.engine.stats().decode_tokens for side in sides]
+    with trio.move_on_after(TOGETHER_S):
+        await seconds_of([(side.engine, 1) for side in sides], 1500)
+    return [side.engine.stats().decode_tokens - n for side, n in zip(sides, before, strict=True)]
+
+
+async def _seconds(
+    sides: Sequence[_Side], shares: Sequence[int], *, at_once: bool, raw: bool = False
+) -> float:
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for side, n_tokens in zip(sides, shares, strict=True):
+            generate = side.loop if raw else side.stream
+            if at_once:
+                nursery.start_soon(generate, n_tokens)
+            else:
+                await generate(n_tokens)
+    return trio.current_time() - began
