@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, overload
 
+from trio.abc import ReceiveChannel
+
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.request import Request
 from llamad_trio.info import EngineStats, ModelInfo
 from llamad_trio.stream import EventStream, TokenStream
@@ -58,6 +61,10 @@ class EngineLike(Protocol):
     async def tokenize(self, text: str, *, special: bool = False) -> list[int]: ...
 
     async def detokenize(self, tokens: Sequence[int]) -> str: ...
+
+    def events(
+        self, max_events: int = 1024
+    ) -> AbstractAsyncContextManager[ReceiveChannel[EngineEvent]]: ...
 
     @property
     def is_open(self) -> bool: ...

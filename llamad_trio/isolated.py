@@ -22,7 +22,7 @@ from llamad_trio.actors.listener import serve_listener
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.limits import Limits
-from llamad_trio.engine import open_engine
+from llamad_trio.engine import open_named_engine
 from llamad_trio.wire.converter import structure
 from llamad_trio.wire.errors import error_reply
 from llamad_trio.wire.lines import LineBuffer
@@ -56,7 +56,10 @@ async def _serve(sock: socket.socket) -> None:
         order = await _first_line(channel)
         config = structure(order["config"], EngineConfig)
         tell = partial(_tell_progress, sock.fileno())
-        async with open_engine(str(order["model"]), config, on_load=tell) as engine:
+        name = str(order["name"])
+        async with open_named_engine(
+            str(order["model"]), config, name=name, on_load=tell
+        ) as engine:
             await channel.send_all(encode_line({"ready": True}))
             limits = Limits(
                 max_request_bytes=1 << 30, stream_timeout_s=86_400, max_connections=65_536

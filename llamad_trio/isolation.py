@@ -15,10 +15,19 @@ from socket import socketpair
 
 import trio
 
+from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.actors.handover import Handover
 from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.actors.relay import EventRelay
+from llamad_trio.actors.reporter import Reporter
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import Disconnected, EngineCrashed, InferenceError, LlamadError
+from llamad_trio.core.errors import (
+    Disconnected,
+    EngineClosed,
+    EngineCrashed,
+    InferenceError,
+    LlamadError,
+)
 from llamad_trio.remote import RemoteEngine, stats_of
 from llamad_trio.remote_reply import RemoteReply
 from llamad_trio.wire.converter import unstructure
@@ -41,24 +50,37 @@ async def open_isolated_engine(
     model: str | PathLike[str],
     config: EngineConfig,
     on_load: Callable[[float], object] | None = None,
+    *,
+    name: str = "",
+    broadcast: Broadcast | None = None,
 ) -> AsyncIterator[RemoteEngine]:
     """Run an engine in a process of its own inside the block.
 
-    Arguments as for `open_engine`.  Leaving the block ends the process; so does the end of
+    Arguments as for `open_engine`; `name` and `broadcast` as for `run_engine`.  Leaving the block ends the process; so does the end of
     this one, however it comes.  If the process ends by itself, the block ends with
     `EngineCrashed`, and so do the requests that were under way.
     """
+    began = trio.current_time()
+    broadcast = broadcast or Broadcast()
+    reporter = Reporter(broadcast, name)
     async with _running() as child:
-        order = {"model": fspath(model), "config": unstructure(config)}
+        order = {"model": fspath(model), "config": unstructure(config), "name": name}
         await child.channel.send_all(encode_line(order))
         await child.wait_ready(on_load)
+        engine = RemoteEngine(child, None, await stats_of(child))
+        relay = EventRelay(engine.events, broadcast)
         async with open_plain_nursery() as nursery:
             nursery.start_soon(child.watch)
-            engine = RemoteEngine(child, None, await stats_of(child))
+            nursery.start_soon(relay.run)
+            if broadcast.has_readers:
+                await relay.attach()
+            reporter.loaded(trio.current_time() - began)
             try:
                 yield engine
             finally:
                 engine.close()
+                relay.end(child.error or EngineClosed())
+                reporter.stopped(None if child.error is None else str(child.error))
 
 
 @asynccontextmanager
@@ -93,6 +115,7 @@ class _Child:
     def __init__(self, process: trio.Process, channel: trio.SocketStream) -> None:
         self.channel = channel
         self.has_gone = False
+        self.error: LlamadError | None = None
         self._process = process
         self._reports = RemoteReply(channel, self.explain)
         self._handover = Handover(channel)
@@ -118,8 +141,12 @@ class _Child:
 
     async def watch(self) -> None:
         """Wait until the engine ends, and raise why."""
-        await self._reports.next_line()
-        raise InferenceError("the engine's process says what it should not")
+        try:
+            await self._reports.next_line()
+            raise InferenceError("the engine's process says what it should not")
+        except LlamadError as error:
+            self.error = error
+            raise
 
     async def explain(self) -> LlamadError:
         """Why the process hung up: how it ended, which it does soon if it has not yet."""

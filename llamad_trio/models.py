@@ -21,9 +21,10 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.core.restarts import RestartPolicy
-from llamad_trio.engine import open_engine, open_named_engine
+from llamad_trio.engine import open_named_engine
 from llamad_trio.engine_like import EngineLike
 from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.isolation import open_isolated_engine
 from llamad_trio.stream import EventStream, TokenStream
 
 __all__ = ["Model", "Models", "open_models"]
@@ -38,7 +39,7 @@ def _open(
     name: str, spec: EngineSpec, broadcast: Broadcast
 ) -> AbstractAsyncContextManager[EngineLike]:
     if spec.isolation is not None:
-        return open_engine(spec.model, spec.config, isolation=spec.isolation)
+        return open_isolated_engine(spec.model, spec.config, name=name, broadcast=broadcast)
     return open_named_engine(spec.model, spec.config, name=name, broadcast=broadcast)
 
 
@@ -266,10 +267,7 @@ class Models(Mapping[str, "Model"]):
         return {name: model.spec for name, model in self._models.items()}
 
     def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
-        """What happens in all models from now on, restarts included; see `Engine.events`.
-
-        Of an isolated engine only failures and restarts are told.
-        """
+        """What happens in all models from now on, restarts included; see `Engine.events`."""
         return self._broadcast.subscribe(max_events)
 
     def start(self, specs: Mapping[str, EngineSpec]) -> None:
@@ -281,25 +279,28 @@ class Models(Mapping[str, "Model"]):
         self._broadcast.close()
 
     def _supervised(self, name: str, spec: EngineSpec) -> Model:
+        broadcast = Broadcast(onward=self._broadcast)
         supervisor = Supervisor(
             name,
-            partial(self._open_within_budget, name, spec),
+            partial(self._open_within_budget, name, spec, broadcast),
             self._policy,
             inf if spec.unload_after_s is None else spec.unload_after_s,
-            self._broadcast,
+            broadcast,
             loads_on_request=spec.load == "lazy",
         )
         if spec.load == "eager":
             supervisor.want()
-        model = Model(supervisor, spec)
+        model = Model(supervisor, spec, broadcast)
         self._nursery.start_soon(model.run)
         return model
 
     @asynccontextmanager
-    async def _open_within_budget(self, name: str, spec: EngineSpec) -> AsyncIterator[EngineLike]:
+    async def _open_within_budget(
+        self, name: str, spec: EngineSpec, broadcast: Broadcast
+    ) -> AsyncIterator[EngineLike]:
         async with (
             self._budget.held(name, spec.model, spec.config),
-            self._opener(name, spec, self._broadcast) as engine,
+            self._opener(name, spec, broadcast) as engine,
         ):
             yield engine
 
@@ -314,9 +315,10 @@ class Model:
     `config` and `stats` do not wait: they raise `EngineClosed` while it is not.
     """
 
-    def __init__(self, supervisor: Supervisor, spec: EngineSpec) -> None:
+    def __init__(self, supervisor: Supervisor, spec: EngineSpec, broadcast: Broadcast) -> None:
         self.supervisor = supervisor
         self.spec = spec
+        self._broadcast = broadcast
         self.scope = unlimited()
         self.gone = trio.Event()
 
@@ -326,6 +328,7 @@ class Model:
             with self.scope:
                 await self.supervisor.run()
         finally:
+            self._broadcast.close()
             self.gone.set()
 
     @property
@@ -429,3 +432,10 @@ class Model:
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
         return self.supervisor.engine.stats()
+
+    def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
+        """What happens in this model from now on, restarts included; see `Engine.events`.
+
+        Does not have it loaded.  The iteration ends when the model is removed.
+        """
+        return self._broadcast.subscribe(max_events)

@@ -27,7 +27,15 @@ from llamad_trio.core.errors import (
 from llamad_trio.core.request import Request
 from llamad_trio.engine import as_request
 from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
-from llamad_trio.remote_reply import Daemon, Peer, RemoteReply, RemoteSource, called, understood
+from llamad_trio.remote_reply import (
+    Daemon,
+    Peer,
+    RemoteEvents,
+    RemoteReply,
+    RemoteSource,
+    called,
+    understood,
+)
 from llamad_trio.scoring import checked_texts
 from llamad_trio.stream import EventStream, TokenStream
 from llamad_trio.typed_request import typed_request, with_value
@@ -36,6 +44,7 @@ from llamad_trio.wire.calls import (
     Choose,
     CountTokens,
     Detokenize,
+    Events,
     Generate,
     Render,
     Score,
@@ -232,6 +241,24 @@ class RemoteEngine:
             raise EngineClosed
         self._last_seen = daemon.models[self._name]
         return self._seen.stats
+
+    @asynccontextmanager
+    async def events(self, max_events: int = 1024) -> AsyncIterator[RemoteEvents]:
+        """As `Engine.events`; `max_events` wait at the daemon.
+
+        Entering is a checkpoint.  The iteration ends when the engine has stopped, and raises
+        `Disconnected` when the daemon went away.  Times are of this program's Trio clock;
+        `context` is `None`.
+        """
+        if max_events < 1:
+            raise ValueError(f"max_events must be at least 1, not {max_events}")
+        async with self._called(Events(max_events=max_events, model=self._name)) as reply:
+            await reply.next_line()  # it watches from here on
+            events = RemoteEvents(reply)
+            try:
+                yield events
+            finally:
+                events.close()
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -11,8 +12,10 @@ from typing import Protocol, TypeVar
 import attrs
 import msgspec
 import trio
+import trio.abc
 
 from llamad_trio.core.completion import Completion
+from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.errors import (
     Disconnected,
     InferenceError,
@@ -23,11 +26,20 @@ from llamad_trio.core.errors import (
 from llamad_trio.core.events import ReplyEvent
 from llamad_trio.core.request import Request
 from llamad_trio.wire.calls import Call, encode_call
+from llamad_trio.wire.engine_events import engine_event_from
 from llamad_trio.wire.errors import error_from
 from llamad_trio.wire.lines import LineBuffer, LineTooLong
 from llamad_trio.wire.replies import completion_from, event_from
 
-__all__ = ["Daemon", "Peer", "RemoteReply", "RemoteSource", "called", "understood"]
+__all__ = [
+    "Daemon",
+    "Peer",
+    "RemoteEvents",
+    "RemoteReply",
+    "RemoteSource",
+    "called",
+    "understood",
+]
 
 T = TypeVar("T")
 
@@ -203,6 +215,53 @@ class RemoteSource:
         except LlamadError as error:
             self._error = error
             raise
+
+
+class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
+    """What happens in an engine, line by line.
+
+    Args:
+        reply: the lines, after the first.
+    """
+
+    def __init__(self, reply: RemoteReply) -> None:
+        self._reply = reply
+        self._has_ended = False
+        self._is_closed = False
+
+    async def receive(self) -> EngineEvent:
+        """The next event.
+
+        A checkpoint; cancelled, none is lost.
+
+        Raises:
+            trio.EndOfChannel: the engine has stopped.
+            trio.ClosedResourceError: this reader is closed.
+            LlamadError: the other side went away.
+        """
+        event: EngineEvent | None = None
+        while event is None:
+            if self._is_closed:
+                raise trio.ClosedResourceError
+            if self._has_ended:
+                await trio.lowlevel.checkpoint()
+                raise trio.EndOfChannel
+            line = await self._reply.next_line()
+            self._has_ended = "done" in line
+            if not self._has_ended:
+                shift_s = trio.current_time() - time.monotonic()
+                event = understood(partial(engine_event_from, line, shift_s))
+        return event
+
+    async def aclose(self) -> None:
+        """Read no more.  A checkpoint."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As `aclose`, at once."""
+        self._is_closed = True
+        self._reply.close()
 
 
 def understood(read: Callable[[], T]) -> T:

@@ -31,6 +31,7 @@ from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.wire import calls
 from llamad_trio.wire.calls import MAX_ID_CHARS, ORIGINAL_FIELDS, Call
+from llamad_trio.wire.engine_events import engine_event_from, engine_event_reply
 from llamad_trio.wire.errors import CLOSING, error_text
 
 ROOT = Path(__file__).parent.parent
@@ -238,6 +239,13 @@ def test_every_field_of_a_call_is_there() -> None:
         if isinstance(kind, type) and issubclass(kind, Call):
             for name in names(kind):
                 assert name in ROWS or f'"{name}":' in "".join(EXAMPLES) + PROTOCOL, name
+
+
+def test_the_event_that_is_shown_is_one() -> None:
+    (shown,) = blocks("json")
+    event = engine_event_from(json.loads(shown), 0.0)
+    assert event is not None
+    assert engine_event_reply(event, 0.0)["event"] == json.loads(shown)["event"]
 
 
 def test_the_original_fields_are_those_of_the_code() -> None:

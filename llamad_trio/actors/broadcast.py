@@ -2,19 +2,22 @@
 
 Knows nothing of what the events mean.  It has no task of its own, and a reader that is
 slow costs only itself: it loses its oldest events, and is told how many.
+
+Events that come from elsewhere are fetched by a `Source` as long as there is a reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 import trio
 import trio.abc
 
 from llamad_trio.core.engine_events import EngineEvent, Lagged
 
-__all__ = ["Broadcast", "EventReader"]
+__all__ = ["Broadcast", "EventReader", "Source"]
 
 
 class EventReader(trio.abc.ReceiveChannel[EngineEvent]):
@@ -74,6 +77,14 @@ class EventReader(trio.abc.ReceiveChannel[EngineEvent]):
         return lagged
 
 
+class Source(Protocol):
+    """Publishes events that come from elsewhere."""
+
+    async def attach(self) -> None:
+        """There is a reader: returns when no event is missed any more."""
+        ...
+
+
 class Broadcast:
     """Where events are published.  Belongs to one Trio run, and to its thread.
 
@@ -84,6 +95,7 @@ class Broadcast:
     def __init__(self, onward: Broadcast | None = None) -> None:
         self._onward = onward
         self._readers: list[EventReader] = []
+        self._sources: list[Source] = []
         self._has_ended = False
 
     @property
@@ -106,8 +118,8 @@ class Broadcast:
             max_events: most events that wait to be read, at least 1.  Beyond that the oldest
                 are lost.
 
-        An async context manager; entering and leaving it does not wait for anything.  Once
-        the broadcast is closed, a reader ends after what it has.
+        An async context manager.  Entering it waits for its sources, if it has any; leaving
+        it waits for nothing.  Once the broadcast is closed, a reader ends after what it has.
 
         Raises:
             ValueError: `max_events` is less than 1.
@@ -120,9 +132,24 @@ class Broadcast:
         else:
             self._readers.append(reader)
         try:
+            for source in tuple(self._sources):
+                await source.attach()
             yield reader
         finally:
             reader.close()
+
+    @contextmanager
+    def fed_by(self, source: Source) -> Iterator[None]:
+        """Have a source that is attached when there are readers, here or onward."""
+        self._sources.append(source)
+        try:
+            if self._onward is None:
+                yield
+            else:
+                with self._onward.fed_by(source):
+                    yield
+        finally:
+            self._sources.remove(source)
 
     def close(self) -> None:
         """Nothing will follow: readers end after what they have.  `onward` stays open."""

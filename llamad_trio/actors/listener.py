@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from os import PathLike
@@ -43,6 +44,7 @@ from llamad_trio.wire.calls import (
     Choose,
     CountTokens,
     Detokenize,
+    Events,
     Generate,
     Metrics,
     Models,
@@ -54,6 +56,7 @@ from llamad_trio.wire.calls import (
     decode_call,
 )
 from llamad_trio.wire.converter import unstructure
+from llamad_trio.wire.engine_events import engine_event_reply
 from llamad_trio.wire.errors import CLOSING, error_reply
 from llamad_trio.wire.replies import completion_reply, event_reply
 from llamad_trio.wire.strict_json import encode_line
@@ -361,6 +364,9 @@ class _Client:
             case Generate():
                 await self._generate(call, head)
                 return
+            case Events():
+                await self._watch(call, head)
+                return
             case Ping():
                 reply: Reply = {"pong": True}
             case Models():
@@ -421,6 +427,15 @@ class _Client:
                     patience.deadline = trio.current_time() + timeout_s
                 return await events.result()
         raise _StreamTimeout
+
+    async def _watch(self, call: Events, head: Reply) -> None:
+        async with self._server.engine(call.model).events(call.max_events) as events:
+            await self._send(head | {"watching": True})
+            async for event in events:
+                # Times are sent by the clock that all processes of a machine share.
+                shift_s = time.monotonic() - trio.current_time()
+                await self._send(head | engine_event_reply(event, shift_s))
+        await self._send(head | {"done": True})
 
     async def _send(self, reply: Reply) -> None:
         await self._connection.send(encode_line(reply))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import CONVERT, apply_converters, boolean, optional, text
+from llamad_trio.core.fields import CONVERT, apply_converters, boolean, optional, text, whole_number
 from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import structure, unstructure
 from llamad_trio.wire.strict_json import decode_object
@@ -20,6 +20,7 @@ __all__ = [
     "Choose",
     "CountTokens",
     "Detokenize",
+    "Events",
     "Generate",
     "Metrics",
     "Models",
@@ -137,6 +138,16 @@ class Metrics(Call):
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Events(Call):
+    """What happens in a model from now on; `max_events` as for `Engine.events`."""
+
+    op = "events"
+    max_events: int = attrs.field(
+        default=1024, metadata={CONVERT: whole_number("max_events", 1, 1_000_000)}
+    )
+
+
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class Cancel(Call):
     """Stop the call of this connection that has this `id`."""
 
@@ -197,7 +208,7 @@ class Choose(Call):
 _OPS: dict[str | None, type[Call]] = {
     kind.op: kind
     for kind in (
-        *(Generate, Ping, Models, Stats, Metrics, Cancel),
+        *(Generate, Ping, Models, Stats, Metrics, Events, Cancel),
         *(Tokenize, Detokenize, Render, CountTokens, Score, Choose),
     )
 }

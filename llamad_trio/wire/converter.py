@@ -17,7 +17,7 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["structure", "structure_known", "unstructure"]
+__all__ = ["register", "structure", "structure_known", "unstructure"]
 
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
@@ -120,7 +120,8 @@ def _many(name: str, kind: type[T]) -> Callable[[object, object], list[T]]:
     return convert
 
 
-def _register(kind: type[attrs.AttrsInstance], **overrides: Any) -> None:
+def register(kind: type[attrs.AttrsInstance], **overrides: Any) -> None:
+    """Say what is special about the fields of a class: cattrs' `override` by name."""
     for converter in (_converter, _tolerant_converter):
         _register_with(converter, kind, overrides)
 
@@ -178,14 +179,14 @@ def _numbers_as_bytes(value: Any, _: object) -> TokenLogprob:
 for _each in (_converter, _tolerant_converter):
     _each.register_structure_hook(TokenLogprob, _numbers_as_bytes)
     _each.register_unstructure_hook(TokenLogprob, _bytes_as_numbers)
-_register(ToolCall)
-_register(Message, tool_calls=override(struct_hook=_many("tool_calls", ToolCall)))
-_register(Tool, function=override(omit=True))
-_register(
+register(ToolCall)
+register(Message, tool_calls=override(struct_hook=_many("tool_calls", ToolCall)))
+register(Tool, function=override(omit=True))
+register(
     Request,
     history=override(struct_hook=_many("history", Message)),
     tools=override(struct_hook=_many("tools", Tool)),
 )
-_register(Completion, value=override(omit=True))
-_register(Choice)
-_register(EngineConfig, lane=override(omit=True))
+register(Completion, value=override(omit=True))
+register(Choice)
+register(EngineConfig, lane=override(omit=True))

@@ -33,10 +33,19 @@ from llamad_trio import (
     Request,
     UnsupportedFeature,
 )
+from llamad_trio.core.engine_events import (
+    EngineStopped,
+    Lagged,
+    RequestFailed,
+    RequestFinished,
+    StepDone,
+)
 from tests.conformance.engines import FAILURE, N_CTX
 from tests.engine.support import ENDLESS, until, until_idle, until_queued
 
 if TYPE_CHECKING:
+    from llamad_trio.actors.nursery import TaskStatus
+    from llamad_trio.core.engine_events import EngineEvent
     from tests.conformance.engines import Opener, Pair
 
 CAT = Request("the cat", max_tokens=16, temperature=0)
@@ -293,6 +302,82 @@ async def test_stats_tell_of_a_request_when_it_has_ended(pair: Pair) -> None:
     now = pair.behind.stats()
     assert attrs.evolve(now, **{name: getattr(stats, name) for name in of_slots}) == stats
     assert {type(value) for value in stats.slots.values()} == {int}
+
+
+# -- events ---------------------------------------------------------------------------------
+
+
+async def test_events_tell_of_a_request_from_its_beginning_to_its_end(pair: Pair) -> None:
+    async with pair.engine.events() as events:
+        began = trio.current_time()
+        done = await pair.engine.complete(CAT)
+        ended = trio.current_time()
+        seen = [await events.receive()]
+        while not isinstance(seen[-1], RequestFinished):
+            seen.append(await events.receive())
+    names = [type(event).__name__ for event in seen if not isinstance(event, StepDone)]
+    assert names == ["RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"]
+    finished = seen[-1]
+    assert isinstance(finished, RequestFinished)
+    assert (finished.prompt_tokens, finished.generated_tokens, finished.finish_reason) == (
+        done.prompt_tokens,
+        done.generated_tokens,
+        done.finish_reason,
+    )
+    assert finished.ttft_s == done.ttft_s
+    assert began <= seen[0].time <= finished.time <= ended
+    with pytest.raises(trio.ClosedResourceError):
+        await events.receive()
+
+
+async def test_events_tell_of_failures_with_their_error(pair: Pair) -> None:
+    async with pair.engine.events() as events:
+        pair.fail_next_step()
+        with pytest.raises(InferenceError):
+            await pair.engine.complete(CAT)
+        async for event in events:
+            if isinstance(event, RequestFailed):
+                assert told(event.error) == told(InferenceError(FAILURE))
+                break
+
+
+async def test_a_reader_of_events_that_lags_is_told_how_many_it_lost(pair: Pair) -> None:
+    async with pair.engine.events(max_events=2) as slow:
+        for _ in range(40):
+            await pair.engine.complete(CAT)
+        n_lost, last = 0, 0
+        async for event in slow:
+            match event:
+                case Lagged():
+                    n_lost += event.n_lost
+                case RequestFinished():
+                    last = event.request_id
+            if last == 40:
+                break
+        assert n_lost > 0 or isinstance(pair.engine, RemoteEngine)  # its socket holds many
+    with pytest.raises(ValueError, match="max_events"):
+        async with pair.engine.events(max_events=0):
+            pass
+
+
+async def test_events_end_with_the_engine(opener: Opener) -> None:
+    seen: list[EngineEvent] = []
+
+    async def read(engine: EngineLike, *, task_status: TaskStatus[None]) -> None:
+        async with engine.events() as events:
+            task_status.started(None)
+            try:
+                while True:
+                    seen.append(await events.receive())
+            except trio.EndOfChannel:
+                assert isinstance(seen[-1], EngineStopped)
+            except EngineClosed:  # the daemon's last words
+                assert isinstance(engine, RemoteEngine)
+
+    async with trio.open_nursery() as nursery, opener() as pair:
+        await nursery.start(read, pair.engine)
+        await pair.engine.complete(CAT)
+        await until(lambda: any(isinstance(event, RequestFinished) for event in seen))
 
 
 # -- cancelling -----------------------------------------------------------------------------

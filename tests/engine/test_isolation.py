@@ -10,7 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import trio
@@ -22,6 +22,7 @@ from llamad_trio import (
     InferenceError,
     LlamadError,
     ModelLoadError,
+    PromptTooLong,
     ProtocolError,
     RemoteEngine,
     RestartPolicy,
@@ -29,7 +30,16 @@ from llamad_trio import (
     open_models,
 )
 from llamad_trio import isolation as isolation_module
+from llamad_trio.core.engine_events import (
+    EngineStopped,
+    FirstToken,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    StepDone,
+)
 from tests.engine.support import ENDLESS, ONE_THREAD, must_not_run, until
+from tests.watch.support import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -313,17 +323,81 @@ async def test_a_crash_is_one_models_affair_and_it_comes_back(tiny_path: Path) -
             await beside.receive()
 
 
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_its_events_are_those_of_an_engine_of_this_process(
+    tiny_path: Path, isolation: Literal["process"] | None
+) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation=isolation)}
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await nursery.start(watcher.run, models)
+        await models.wait_ready("a")
+        began = trio.current_time()
+        await models.complete("x", max_tokens=2)
+        ended = trio.current_time()
+        async with models.stream("y", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+        await until(lambda: bool(watcher.all(RequestCancelled)))
+        with pytest.raises(PromptTooLong):
+            await models.complete("x" * 8000)
+        async with models.stream("z", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+            await until(lambda: len(watcher.all(FirstToken)) == 3)
+            await models.unload("a")
+    assert [type(e).__name__ for e in watcher.events if not isinstance(e, StepDone)] == [
+        "EngineLoaded",
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"),
+        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestCancelled"),
+        *("RequestQueued", "RequestFailed"),
+        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestFailed"),
+        "EngineStopped",
+    ]
+    assert {event.engine for event in watcher.events} == {"a"}
+    assert all(began <= event.time <= ended for event in watcher.of(1))
+    assert [type(event.error) for event in watcher.all(RequestFailed)] == [
+        PromptTooLong,
+        EngineClosed,
+    ]
+    assert watcher.all(EngineStopped)[0].reason is None
+
+
+async def test_a_crash_ends_the_requests_that_its_events_told_of(tiny_path: Path) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    policy = RestartPolicy(first_delay_s=0.01)
+    before = set(children())
+    async with trio.open_nursery() as nursery, open_models(specs, restart=policy) as models:
+        await nursery.start(watcher.run, models["a"])
+        await models.wait_ready("a")
+        with pytest.raises(EngineCrashed):
+            async with models.stream("x", max_tokens=ENDLESS) as pieces:
+                await pieces.receive()
+                await until(lambda: bool(watcher.all(FirstToken)))
+                os.kill(await isolated_child(before), signal.SIGKILL)
+                await pieces.result()
+        await models.complete("x", max_tokens=2)
+        await until(lambda: bool(watcher.all(RequestFinished)))
+    (failed,) = watcher.all(RequestFailed)
+    assert isinstance(failed.error, EngineCrashed)
+    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
+    assert told == [
+        *("EngineLoaded", "RequestQueued", "RequestStarted", "FirstToken"),
+        *("RequestFailed", "EngineStopped", "EngineFailed", "EngineLoaded", "EngineRestarted"),
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped"),
+    ]
+
+
 SCRIPTED = """
 from contextlib import asynccontextmanager
 from llamad_trio import isolated
 from llamad_trio.testing import open_scripted_engine
 
 @asynccontextmanager
-async def opener(model, config, on_load=None):
+async def opener(model, config, name, on_load=None):
     async with open_scripted_engine("hello") as engine:
         yield engine
 
-isolated.open_engine = opener
+isolated.open_named_engine = opener
 isolated.main()
 """
 """The process of an isolated engine whose model is scripted: there at once."""

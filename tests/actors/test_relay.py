@@ -1,0 +1,152 @@
+"""Events that come from elsewhere are fetched while somebody reads, and none is missed."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+import trio.testing
+
+from llamad_trio import Disconnected, EngineClosed
+from llamad_trio.actors.broadcast import Broadcast
+from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.relay import EventRelay
+from llamad_trio.core.engine_events import (
+    EngineStopped,
+    FirstToken,
+    Lagged,
+    RequestCancelled,
+    RequestFailed,
+    RequestQueued,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from llamad_trio.core.engine_events import EngineEvent
+
+
+def queued(n: int) -> RequestQueued:
+    return RequestQueued(time=float(n), engine="e", request_id=n, kind="chat")
+
+
+def first_token(n: int) -> FirstToken:
+    return FirstToken(time=float(n), engine="e", request_id=n, ttft_s=1.0)
+
+
+@asynccontextmanager
+async def relayed(elsewhere: Broadcast, here: Broadcast) -> AsyncIterator[EventRelay]:
+    relay = EventRelay(elsewhere.subscribe, here)
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(relay.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield relay
+
+
+async def test_nothing_is_asked_for_before_there_is_a_reader() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with relayed(elsewhere, here):
+        assert not elsewhere.has_readers
+        async with here.subscribe() as reader:
+            elsewhere.publish(queued(1))  # at once: the source is attached
+            assert await reader.receive() == queued(1)
+
+
+async def test_a_reader_further_on_counts_too() -> None:
+    elsewhere, onward = Broadcast(), Broadcast()
+    async with relayed(elsewhere, Broadcast(onward=onward)), onward.subscribe() as reader:
+        elsewhere.publish(queued(1))
+        assert await reader.receive() == queued(1)
+
+
+async def test_a_relay_that_begins_later_is_attached_when_it_is_told_to() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with here.subscribe() as reader, relayed(elsewhere, here) as relay:
+        await relay.attach()
+        elsewhere.publish(queued(1))
+        assert await reader.receive() == queued(1)
+
+
+async def test_when_nobody_reads_any_more_it_stops_and_begins_again_for_the_next() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with relayed(elsewhere, here):
+        for n in range(1, 4):
+            async with here.subscribe() as reader:
+                elsewhere.publish(queued(n))
+                assert await reader.receive() == queued(n)
+            elsewhere.publish(first_token(n))
+            await trio.testing.wait_all_tasks_blocked()
+            assert not elsewhere.has_readers
+
+
+async def test_a_reader_that_comes_while_it_stops_misses_nothing() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with relayed(elsewhere, here):
+        async with here.subscribe():
+            pass
+        elsewhere.publish(queued(1))  # which makes it see that nobody reads
+        async with here.subscribe() as reader:
+            elsewhere.publish(queued(2))
+            elsewhere.publish(queued(3))
+            seen = [await reader.receive()]
+            while seen[-1] != queued(3):
+                seen.append(await reader.receive())
+        assert seen[-2:] == [queued(2), queued(3)]
+
+
+async def test_those_without_an_end_are_told_why() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with here.subscribe() as reader:
+        async with relayed(elsewhere, here) as relay:
+            await relay.attach()
+            for n in (1, 2):
+                elsewhere.publish(queued(n))
+            elsewhere.publish(
+                RequestCancelled(time=3.0, engine="e", request_id=1, kind="chat", duration_s=2.0)
+            )
+            await trio.testing.wait_all_tasks_blocked()
+            relay.end(EngineClosed())
+            relay.end(EngineClosed())
+        here.close()
+        seen = [event async for event in reader]
+    *_, failed = seen
+    assert len(seen) == 4
+    assert isinstance(failed, RequestFailed)
+    assert (failed.request_id, failed.engine, failed.kind) == (2, "e", "chat")
+    assert isinstance(failed.error, EngineClosed)
+    assert failed.duration_s == failed.time - 2.0
+
+
+async def test_no_end_is_made_up_for_what_may_have_been_lost() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with here.subscribe() as reader, relayed(elsewhere, here) as relay:
+        await relay.attach()
+        elsewhere.publish(queued(1))
+        elsewhere.publish(Lagged(time=2.0, engine="", n_lost=1))
+        await trio.testing.wait_all_tasks_blocked()
+        relay.end(EngineClosed())
+        here.close()
+        assert [type(event) async for event in reader] == [RequestQueued, Lagged]
+
+
+@pytest.mark.parametrize("is_orderly", [True, False])
+async def test_nobody_waits_for_an_engine_that_is_gone(is_orderly: bool) -> None:
+    @asynccontextmanager
+    async def gone() -> AsyncIterator[trio.abc.ReceiveChannel[EngineEvent]]:
+        if not is_orderly:
+            raise Disconnected
+        elsewhere = Broadcast()
+        async with elsewhere.subscribe() as events:
+            elsewhere.publish(EngineStopped(time=1.0, engine="e", reason=None))
+            yield events
+
+    here = Broadcast()
+    async with open_plain_nursery() as nursery:
+        nursery.start_soon(EventRelay(gone, here).run)
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(2):
+            async with here.subscribe() as reader:
+                here.publish(queued(1))
+                assert await reader.receive() == queued(1)  # the stop is not its to tell

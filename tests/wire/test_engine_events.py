@@ -1,0 +1,115 @@
+"""Events of an engine come out on the other side as they went in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import attrs
+import pytest
+
+from llamad_trio.core.engine_events import (
+    EngineEvent,
+    EngineFailed,
+    FirstToken,
+    RequestFailed,
+    RequestFinished,
+)
+from llamad_trio.core.errors import Busy, EngineCrashed, InferenceError, ProtocolError
+from llamad_trio.wire.engine_events import engine_event_from, engine_event_reply
+from llamad_trio.wire.strict_json import encode_line
+
+VALUES: dict[str, Any] = {
+    "aborted": True,
+    "after_s": 0.25,
+    "attempt": 2,
+    "cached_tokens": 12,
+    "decode_tokens": 3,
+    "duration_s": 1.5,
+    "engine": "small \N{SNOWMAN}",
+    "error": EngineCrashed(-9, ("last words",)),
+    "finish_reason": "length",
+    "generated_tokens": 64,
+    "kind": "chat",
+    "load_s": 2.5,
+    "n_lost": 5,
+    "prefill_tokens": 4,
+    "prompt_tokens": 31,
+    "queued_s": 0.125,
+    "reason": "it broke",
+    "request_id": 7,
+    "slots_in_use": 2,
+    "time": 512.25,
+    "ttft_s": 0.5,
+}
+
+KINDS = get_args(EngineEvent)
+
+
+def an_event(kind: type[Any]) -> Any:
+    return kind(**{name: VALUES[name] for name in attrs.fields_dict(kind) if name != "context"})
+
+
+def shown(event: EngineEvent | None) -> str:
+    """With all fields, also of its error, which equals only itself."""
+    return f"{event!r} {getattr(event, 'error', None)!r}"
+
+
+def crossed(event: EngineEvent, shift_s: float = 0.0) -> EngineEvent | None:
+    line = encode_line(engine_event_reply(event, shift_s))
+    return engine_event_from(json.loads(line), -shift_s)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_event_crosses_with_all_its_fields(kind: type[Any]) -> None:
+    event = an_event(kind)
+    assert shown(crossed(event)) == shown(event)
+
+
+def test_an_engine_that_ended_in_order_has_no_reason() -> None:
+    (kind,) = (kind for kind in KINDS if kind.__name__ == "EngineStopped")
+    event = kind(time=1.0, engine="", reason=None)
+    assert crossed(event) == event
+
+
+def test_times_are_shifted_and_nothing_else_is() -> None:
+    event = an_event(FirstToken)
+    sent = engine_event_reply(event, 100.0)["event"]
+    assert isinstance(sent, dict)
+    assert (sent["time"], sent["ttft_s"]) == (612.25, 0.5)
+    assert crossed(event, 100.0) == event
+
+
+def test_errors_come_out_with_their_type() -> None:
+    for error in (Busy(1, 2), InferenceError("why")):
+        for kind in (EngineFailed, RequestFailed):
+            event = attrs.evolve(an_event(kind), error=error)
+            assert shown(crossed(event)) == shown(event)
+
+
+def test_the_context_of_the_caller_stays_at_home() -> None:
+    assert "context" not in str(engine_event_reply(an_event(RequestFinished), 0.0))
+
+
+def test_kinds_and_fields_that_are_newer_are_passed_by() -> None:
+    reply = engine_event_reply(an_event(FirstToken), 0.0)
+    assert engine_event_from({"event": {**reply["event"], "new": 1}}, 0.0) == an_event(FirstToken)  # type: ignore[dict-item]
+    assert engine_event_from({"event": {"type": "Unheard", "time": 1.0}}, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"event": None},
+        {"event": []},
+        {"event": {"type": "FirstToken"}},
+        {"event": {"type": "FirstToken", "time": "1", "engine": "", "request_id": 1, "ttft_s": 1}},
+        {"event": {"type": "FirstToken", "time": 1, "engine": "", "request_id": 1.5, "ttft_s": 1}},
+        {"event": {"type": "RequestQueued", "time": 1, "engine": "", "request_id": 1, "kind": "x"}},
+        {"event": {"type": "EngineFailed", "time": 1, "engine": "", "error": "x"}},
+    ],
+)
+def test_what_is_no_event_is_refused(reply: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError):
+        engine_event_from(reply, 0.0)
