@@ -78,16 +78,18 @@ async def test_an_engine_that_has_nothing_to_do_delays_nobody() -> None:
 async def test_no_job_is_lost_when_the_host_changes_in_a_turn() -> None:
     lane = Lane()
     done: list[str] = []
+    has_begun = trio.Event()
 
     async def engine(name: str) -> None:
         for _ in range(50):
             await lane.run(lambda: done.append(name), abort=lambda: None, engine=name, weight=2)
+            if len(done) >= 20:
+                has_begun.set()
 
     async with lane.hosted(), trio.open_nursery() as nursery, lane.hosted():
         nursery.start_soon(engine, "a")
         nursery.start_soon(engine, "b")
-        while len(done) < 20:
-            await trio.lowlevel.checkpoint()
+        await has_begun.wait()
     assert sorted(done) == ["a"] * 50 + ["b"] * 50
 
 
