@@ -13,7 +13,7 @@ import trio
 
 from llamad_trio import Engine, Request, blocking, open_engine
 
-PAIRS = 11
+PAIRS = 7
 N_TOKENS = 64
 
 

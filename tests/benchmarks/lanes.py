@@ -17,7 +17,7 @@ from llamad_trio.llama.raw_loop import RawLoop
 from tests.benchmarks.several import OTHER
 from tests.benchmarks.streams import seconds_of
 
-ROUNDS = 5
+ROUNDS = 3
 
 TOGETHER_S = 3.0
 
