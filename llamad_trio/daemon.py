@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 
-import attrs
 import trio
 
 from llamad_trio.actors.listener import serve_unix
 from llamad_trio.actors.metrics_socket import serve_metrics
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import open_plain_nursery, run_all, unlimited
 from llamad_trio.actors.systemd import notify
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.daemon_config import DaemonConfig
@@ -24,6 +24,8 @@ from llamad_trio.watch.prometheus import EngineMetrics
 __all__ = ["run_daemon"]
 
 logger = logging.getLogger("llamad_trio")
+
+STOP = (signal.SIGINT, signal.SIGTERM)
 
 
 async def run_daemon(
@@ -40,7 +42,8 @@ async def run_daemon(
         reload: reads the configuration again, for SIGHUP.  Models that are new in it are
             opened, those it does not name are closed, those it says something else of are
             replaced; the rest go on undisturbed.  If it cannot be read, or a model cannot
-            be opened, the models stay as they are, and the log says why.
+            be opened, the models stay as they are, and the log says why.  Those whose load
+            failed are tried again.
         inherited: a socket that listens already, instead of the one the config names.
         metrics_socket: where to offer metrics over HTTP, if anywhere.
 
@@ -51,56 +54,91 @@ async def run_daemon(
         RestartsExhausted: a model's engine broke down again and again.
         LlamadError: a model cannot be opened.
     """
-    # From here on: a signal that comes during the load is obeyed, too.
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+    # Signals count from here on, those that come during the load included; and until all is
+    # over, so that a second one does no more than the first.
+    with trio.open_signal_receiver(*STOP, signal.SIGHUP) as signals:
+        daemon = _Daemon(config, reload, inherited, metrics_socket)
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(daemon.obey, signals)
+            with daemon.scope:
+                await daemon.serve()
+
+
+class _Daemon:
+    """See `run_daemon`."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        read_config: Callable[[], DaemonConfig] | None,
+        inherited: socket.socket | None,
+        metrics_socket: str | None,
+    ) -> None:
+        self.scope = unlimited()
+        self._config = config
+        self._read_config = read_config
+        self._inherited = inherited
+        self._metrics_socket = metrics_socket
+        self._reload_wanted = trio.Event()
+
+    async def obey(self, signals: AsyncIterator[int]) -> None:
+        """Do what signals say, until cancelled."""
+        async for number in signals:
+            if number == signal.SIGHUP:
+                self._reload_wanted.set()
+            elif not self.scope.cancel_called:
+                logger.info("stopping")
+                notify("STOPPING=1")
+                self.scope.cancel()
+
+    async def serve(self) -> None:
+        """Serve until cancelled."""
+        config = self._config
         async with (
             open_models(config.models, default=config.default) as models,
             open_plain_nursery() as nursery,
         ):
-            # A partial: trio-typing's stubs count no more than four arguments.
-            serve = partial(_serve, nursery, config, models, inherited, metrics_socket)
-            nursery.start_soon(serve)
-            async for number in signals:
-                if number != signal.SIGHUP:
-                    logger.info("stopping")
-                    notify("STOPPING=1")
-                    return
-                if reload is not None:
-                    nursery.start_soon(_reload, config, models, reload)
+            metrics = EngineMetrics(partial(_stats, models))
+            await nursery.start(metrics.run, models)
+            eager = [name for name, spec in config.models.items() if spec.load == "eager"]
+            await run_all([partial(models.load, name) for name in eager])
+            where = config.socket if self._inherited is None else self._inherited
+            listen = partial(
+                serve_unix, default=config.default, limits=config.limits, metrics=metrics
+            )
+            await nursery.start(listen, models, where)
+            if self._metrics_socket is not None:
+                await nursery.start(serve_metrics, metrics, self._metrics_socket)
+            logger.info("listening on %s", where if isinstance(where, str) else where.getsockname())
+            notify("READY=1")
+            await self._reload_when_told(models)
 
+    async def _reload_when_told(self, models: Models) -> None:
+        """One at a time; not before the first load, which is of the file as it was."""
+        while True:
+            await self._reload_wanted.wait()
+            self._reload_wanted = trio.Event()
+            if self._read_config is not None:
+                await self._reload(models, self._read_config)
 
-async def _serve(
-    nursery: trio.Nursery,
-    config: DaemonConfig,
-    models: Models,
-    inherited: socket.socket | None,
-    metrics_socket: str | None,
-) -> None:
-    metrics = EngineMetrics(partial(_stats, models))
-    await nursery.start(metrics.run, models)
-    for name, spec in config.models.items():
-        if spec.load == "eager":
-            await models.wait_ready(name)
-    where = config.socket if inherited is None else inherited
-    listen = partial(serve_unix, default=config.default, limits=config.limits, metrics=metrics)
-    await nursery.start(listen, models, where)
-    if metrics_socket is not None:
-        await nursery.start(serve_metrics, metrics, metrics_socket)
-    logger.info("listening on %s", where if inherited is None else inherited.getsockname())
-    notify("READY=1")
+    async def _reload(self, models: Models, read: Callable[[], DaemonConfig]) -> None:
+        try:
+            # A file can be a pipe that nobody writes to.  (The ignore is for trio-typing's stubs.)
+            new = await trio.to_thread.run_sync(read, abandon_on_cancel=True)  # type: ignore[call-arg, unused-ignore]
+            await models.change(new.models)
+        except LlamadError as error:
+            logger.error("the models stay as they were: %s", error)  # noqa: TRY400  (it says all)
+            return
+        old = self._config
+        default_stays = new.default == old.default or old.default not in new.models
+        if (new.socket, new.limits) != (old.socket, old.limits) or not default_stays:
+            logger.warning("[daemon] has changed: that counts from the next start")
+        for name, model in models.items():
+            if model.state == "failed" and model.spec.load == "eager":
+                with suppress(LlamadError):  # the supervisor has logged it
+                    await models.load(name)
+        logger.info("reloaded; models: %s", ", ".join(models))
 
 
 def _stats(models: Models) -> dict[str, EngineStats]:
     return {name: model.stats() for name, model in models.items() if model.is_open}
-
-
-async def _reload(config: DaemonConfig, models: Models, read: Callable[[], DaemonConfig]) -> None:
-    try:
-        new = await trio.to_thread.run_sync(read)
-        await models.change(new.models)
-    except LlamadError as error:
-        logger.error("the models stay as they were: %s", error)  # noqa: TRY400  (it says all)
-        return
-    if attrs.evolve(new, models=config.models) != config:
-        logger.warning("[daemon] has changed: that counts from the next start")
-    logger.info("reloaded; models: %s", ", ".join(models))

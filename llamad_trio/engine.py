@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+)
 from functools import partial
 from itertools import count
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -31,6 +36,7 @@ from llamad_trio.core.errors import (
     Busy,
     EngineClosed,
     LlamadError,
+    ModelLoadError,
     ProtocolError,
     UnsupportedFeature,
 )
@@ -552,30 +558,33 @@ async def open_named_engine(
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
     if isinstance(lane, Lane) and config.n_threads is None:
         config = attrs.evolve(config, n_threads=lane.threads)
-    async with (
-        lane.hosted(),
-        loaded_model(model, config, lane, on_load) as loaded,
-        counted(lane, loaded.runtime.config),
-        run_engine(
-            loaded.runtime,
-            loaded.template,
-            loaded.runtime.config,
-            lane,
-            name=name,
-            broadcast=broadcast,
-            loading_since=began,
-        ) as engine,
-    ):
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(lane.hosted())
+            loaded = await stack.enter_async_context(loaded_model(model, config, lane, on_load))
+            config = loaded.runtime.config
+            stack.enter_context(counted(lane, config))
+            engine = await stack.enter_async_context(
+                run_engine(
+                    loaded.runtime,
+                    loaded.template,
+                    config,
+                    lane,
+                    name=name,
+                    broadcast=broadcast,
+                    loading_since=began,
+                )
+            )
+        except OSError as error:
+            raise ModelLoadError(fspath(model), error.strerror or str(error)) from error
         yield engine
 
 
-@asynccontextmanager
-async def counted(lane: LaneLike, config: EngineConfig) -> AsyncIterator[None]:
-    """Count the engine's threads among those that may compute at once."""
+def counted(lane: LaneLike, config: EngineConfig) -> AbstractContextManager[None]:
+    """Count the engine's threads among those that may compute at once, inside the block."""
     assert config.n_threads is not None
     assert config.n_threads_batch is not None
-    with computing(lane, max(config.n_threads, config.n_threads_batch), physical_cores()):
-        yield
+    return computing(lane, max(config.n_threads, config.n_threads_batch), physical_cores())
 
 
 @asynccontextmanager

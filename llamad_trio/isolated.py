@@ -1,12 +1,13 @@
-"""What runs in the process of an isolated engine: `python -m llamad_trio.isolated FD`.
+"""What runs in the process of an isolated engine: `python -m llamad_trio.isolated FD PARENT`.
 
-FD is one end of a socket pair.  The first line that comes through it says what to open;
+PARENT is the process that started it.  FD is one end of a socket pair.  The first line that comes through it says what to open;
 afterwards connections come through it, which speak the daemon's protocol.  What goes back
 are lines: the progress of the load, that the engine is ready, or the error that ended it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -36,15 +37,22 @@ GRACE_S = 0.5
 
 def main() -> None:
     """Run the engine until the parent has gone or wants it no more."""
-    fd = int(sys.argv[1])
+    fd, parent = map(int, sys.argv[1:])
     # A process that is stuck cannot see that its parent has gone; a thread of its own can.
-    threading.Thread(target=_end_with_parent, args=[os.dup(fd)], daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=[os.dup(fd), parent], daemon=True).start()
     trio.run(_serve, socket.socket(fileno=fd))
 
 
-def _end_with_parent(fd: int) -> None:
+def _end_with_parent(fd: int, parent: int) -> None:
     poll = select.poll()
     poll.register(fd, 0)  # hanging up is always reported
+    if sys.platform == "linux":
+        # A child that the parent forked off may hold its end of the socket pair, too.
+        try:
+            poll.register(os.pidfd_open(parent), select.POLLIN)
+        except OSError as error:
+            if error.errno == errno.ESRCH:
+                os._exit(1)
     poll.poll()
     time.sleep(GRACE_S)
     os._exit(1)

@@ -6,17 +6,20 @@ Whatever the other process does, here it is a typed error.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from os import PathLike, fspath
 from socket import socketpair
 
+import attrs
 import trio
 
 from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.actors.handover import Handover
+from llamad_trio.actors.lane import Lane
 from llamad_trio.actors.nursery import open_plain_nursery, shielded
 from llamad_trio.actors.relay import EventRelay
 from llamad_trio.actors.reporter import Reporter
@@ -27,7 +30,9 @@ from llamad_trio.core.errors import (
     EngineCrashed,
     InferenceError,
     LlamadError,
+    ModelLoadError,
 )
+from llamad_trio.engine import counted
 from llamad_trio.remote import RemoteEngine, stats_of
 from llamad_trio.remote_reply import RemoteReply
 from llamad_trio.wire.converter import unstructure
@@ -35,7 +40,8 @@ from llamad_trio.wire.strict_json import encode_line
 
 __all__ = ["open_isolated_engine"]
 
-COMMAND = (sys.executable, "-m", "llamad_trio.isolated")
+COMMAND = (sys.executable, "-P", "-m", "llamad_trio.isolated")
+"""Not from the working directory, unless this program imports from there, too."""
 
 GRACE_S = 5.0
 """How long the process may take to end when it is told to, before it is killed: it may have
@@ -63,42 +69,42 @@ async def open_isolated_engine(
     began = trio.current_time()
     broadcast = broadcast or Broadcast()
     reporter = Reporter(broadcast, name)
-    async with _running() as child:
+    lane = config.lane
+    if isinstance(lane, Lane) and config.n_threads is None:
+        config = attrs.evolve(config, n_threads=lane.threads)
+    async with _running(fspath(model)) as child:
         order = {"model": fspath(model), "config": unstructure(config), "name": name}
         await child.channel.send_all(encode_line(order))
         await child.wait_ready(on_load)
         engine = RemoteEngine(child, None, await stats_of(child))
         relay = EventRelay(engine.events, broadcast)
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(child.watch)
-            nursery.start_soon(relay.run)
-            if broadcast.has_readers:
-                await relay.attach()
-            reporter.loaded(trio.current_time() - began)
-            try:
-                yield engine
-            finally:
-                engine.close()
-                relay.end(child.error or EngineClosed())
-                reporter.stopped(None if child.error is None else str(child.error))
+        with counted(Lane(), engine.config):
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(child.watch)
+                nursery.start_soon(relay.run)
+                if broadcast.has_readers:
+                    await relay.attach()
+                reporter.loaded(trio.current_time() - began)
+                try:
+                    yield engine
+                finally:
+                    engine.close()
+                    relay.end(child.error or EngineClosed())
+                    reporter.stopped(None if child.error is None else str(child.error))
 
 
 @asynccontextmanager
-async def _running() -> AsyncIterator[_Child]:
+async def _running(model: str) -> AsyncIterator[_Child]:
     """The process, which does not outlive the block."""
-    ours, theirs = socketpair()
-    channel = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
-    async with channel:
-        with theirs:
-            process = await trio.lowlevel.open_process(
-                [*COMMAND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C is for the program, which ends its engines itself.
-                start_new_session=True,
-            )
+    async with AsyncExitStack() as stack:
+        try:
+            ours, theirs = socketpair()
+            channel = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+            await stack.enter_async_context(channel)
+            with theirs:
+                process = await _started(theirs.fileno())
+        except OSError as error:
+            raise ModelLoadError(model, f"no process for it: {error.strerror}") from error
         child = _Child(process, channel)
         async with open_plain_nursery() as nursery:
             nursery.start_soon(child.keep_log)
@@ -109,6 +115,19 @@ async def _running() -> AsyncIterator[_Child]:
                     await child.end()
 
 
+async def _started(fd: int) -> trio.Process:
+    return await trio.lowlevel.open_process(
+        [*COMMAND, str(fd), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[fd],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        # Ctrl-C is for the program, which ends its engines itself.
+        start_new_session=True,
+    )
+
+
 class _Child:
     """The process of an isolated engine."""
 
@@ -117,7 +136,8 @@ class _Child:
         self.has_gone = False
         self.error: LlamadError | None = None
         self._process = process
-        self._reports = RemoteReply(channel, self.explain)
+        self._reports = RemoteReply(channel, self._explain_end)
+        self._is_ready = False
         self._handover = Handover(channel)
         self._log = bytearray()
         self._log_ended = trio.Event()
@@ -131,13 +151,12 @@ class _Child:
 
     async def wait_ready(self, on_load: Callable[[float], object] | None) -> None:
         """Wait until the engine is open.  Raises what kept it from that."""
-        while True:
+        while not self._is_ready:
             report = await self._reports.next_line()
-            if "ready" in report:
-                return
+            self._is_ready = "ready" in report
             progress = report.get("progress")
             if on_load is not None and isinstance(progress, float | int):
-                on_load(float(progress))
+                on_load(float(min(max(progress, 0), 1)))
 
     async def watch(self) -> None:
         """Wait until the engine ends, and raise why."""
@@ -149,7 +168,13 @@ class _Child:
             raise
 
     async def explain(self) -> LlamadError:
-        """Why the process hung up: how it ended, which it does soon if it has not yet."""
+        """Why a connection ended early: most likely the process ended, which takes a moment."""
+        with trio.move_on_after(GRACE_S):
+            await self._process.wait()
+        return Disconnected() if self._process.returncode is None else await self._explain_end()
+
+    async def _explain_end(self) -> LlamadError:
+        """How the process ended; it is killed if it only hung up."""
         self.has_gone = True
         with trio.move_on_after(GRACE_S):
             await self._process.wait()
@@ -170,8 +195,8 @@ class _Child:
         self._log_ended.set()
 
     async def end(self) -> None:
-        """End the process: it is told to, and killed if it does not."""
-        with trio.move_on_after(GRACE_S):
+        """End the process: it is told to, and killed if it does not, or has nothing to lose."""
+        with trio.move_on_after(GRACE_S if self._is_ready else 0.0):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self.channel.send_eof()
             await self._process.wait()

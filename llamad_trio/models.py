@@ -17,7 +17,7 @@ from llamad_trio.budget import Budget
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
-from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.errors import EngineClosed, ProtocolError
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.core.restarts import RestartPolicy
@@ -105,6 +105,7 @@ class Models(Mapping[str, "Model"]):
         self._models: dict[str, Model] = {}
         self._broadcast = Broadcast()
         self._changing = trio.Lock()
+        self._is_closed = False
 
     def __getitem__(self, name: str) -> Model:
         return self._models[name]
@@ -242,6 +243,8 @@ class Models(Mapping[str, "Model"]):
             await self._change(specs)
 
     async def _change(self, specs: Mapping[str, EngineSpec]) -> None:
+        if self._is_closed:
+            raise EngineClosed
         old = self._models
         new = {
             name: self._supervised(name, spec)
@@ -275,14 +278,16 @@ class Models(Mapping[str, "Model"]):
         self._models = {name: self._supervised(name, spec) for name, spec in specs.items()}
 
     def close(self) -> None:
-        """End the events: their readers get what has happened so far."""
+        """Take no new models, and end the events: readers get what has happened so far."""
+        self._is_closed = True
         self._broadcast.close()
 
     def _supervised(self, name: str, spec: EngineSpec) -> Model:
         broadcast = Broadcast(onward=self._broadcast)
         supervisor = Supervisor(
             name,
-            partial(self._open_within_budget, name, spec, broadcast),
+            partial(self._budget.held, name, spec.model, spec.config),
+            partial(self._opener, name, spec, broadcast),
             self._policy,
             inf if spec.unload_after_s is None else spec.unload_after_s,
             broadcast,
@@ -293,16 +298,6 @@ class Models(Mapping[str, "Model"]):
         model = Model(supervisor, spec, broadcast)
         self._nursery.start_soon(model.run)
         return model
-
-    @asynccontextmanager
-    async def _open_within_budget(
-        self, name: str, spec: EngineSpec, broadcast: Broadcast
-    ) -> AsyncIterator[EngineLike]:
-        async with (
-            self._budget.held(name, spec.model, spec.config),
-            self._opener(name, spec, broadcast) as engine,
-        ):
-            yield engine
 
     def _asked(self, name: str | None) -> Model:
         return self._models[pick_model(name, self._models, self._default)]

@@ -126,6 +126,21 @@ async def test_a_failed_load_is_tried_again_when_told_to(autojump_clock: MockClo
         assert await models.complete_text("x") == "hello"
 
 
+async def test_what_was_ready_before_is_tried_again_by_every_request(
+    autojump_clock: MockClock,
+) -> None:
+    loaded: dict[str, ScriptedModel | ModelLoadError] = {"a": ScriptedModel("hello")}
+    async with open_scripted_models(loaded) as models:
+        await models.wait_ready("a")
+        await models.unload("a")
+        loaded["a"] = ModelLoadError("a", "scripted")
+        with pytest.raises(ModelLoadError):
+            await models.complete("x")
+        assert models.state("a") == "failed"
+        loaded["a"] = ScriptedModel("hello again")
+        assert await models.complete_text("x") == "hello again"
+
+
 async def test_a_lazy_model_is_loaded_by_its_first_request(autojump_clock: MockClock) -> None:
     specs = {"a": EngineSpec("a", load="lazy")}
     async with open_scripted_models({"a": "hello"}, specs, load_s=1.0) as models:
@@ -343,6 +358,15 @@ async def test_models_can_be_added_and_removed(autojump_clock: MockClock) -> Non
             await m.remove("third")
         await m.add("third", EngineSpec("c", load="lazy"))
         assert m.state("third") == "unloaded"
+
+
+async def test_after_the_block_no_model_is_added(autojump_clock: MockClock) -> None:
+    async with open_scripted_models({"a": "hello"}) as models:
+        pass
+    with pytest.raises(EngineClosed):
+        await models.add("b", EngineSpec("b"))
+    with pytest.raises(EngineClosed):
+        await models.change({})
 
 
 async def test_a_model_that_cannot_be_loaded_is_not_added(autojump_clock: MockClock) -> None:

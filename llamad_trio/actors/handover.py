@@ -8,6 +8,8 @@ import socket
 
 import trio
 
+from llamad_trio.core.errors import InferenceError
+
 __all__ = ["HandedOver", "Handover"]
 
 _INT_BYTES = array.array("i").itemsize
@@ -31,8 +33,14 @@ class Handover:
 
         Raises:
             trio.BrokenResourceError: the other process has gone.
+            InferenceError: there are no descriptors left.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise InferenceError(
+                f"no connection to the engine's process: {error.strerror}"
+            ) from error
         with theirs:
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
             try:

@@ -219,11 +219,12 @@ def computing(lane: LaneLike, n_threads: int, n_cores: int) -> Iterator[None]:
     in_use[lane, n_threads] += 1
     after = _n_threads(in_use)
     if after > max(n_cores, before):
+        n_lanes = len({lane for lane, _ in +in_use})
         logger.warning(
-            "%d lanes compute with %d threads on %d cores: when they compute at once, llama.cpp's "
+            "%s with %d threads on %d cores: when they compute at once, llama.cpp's "
             "threads wait for each other at every node of the graph, and a step takes up to twice "
             "as long; let the n_threads of all lanes add up to the cores",
-            len({lane for lane, _ in +in_use}),
+            "1 lane computes" if n_lanes == 1 else f"{n_lanes} lanes compute",
             after,
             n_cores,
         )

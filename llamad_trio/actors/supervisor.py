@@ -10,7 +10,12 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from typing import TYPE_CHECKING, Literal
 
 import trio
@@ -38,6 +43,7 @@ ModelState = Literal["unloaded", "loading", "ready", "backing off", "failed"]
 again before it is told to."""
 
 Opener = Callable[[], AbstractAsyncContextManager["EngineLike"]]
+Reserve = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Supervisor:
@@ -45,16 +51,20 @@ class Supervisor:
 
     Args:
         name: what it is called.
+        reserve: entered before it is loaded, and left when it is given up: what it holds is
+            kept while it is opened again and again.
         open_engine: opens its engine.
         policy: what happens when that fails.
         unload_after_s: how long it may be idle before it is closed; infinity never closes it.
         broadcast: is told of failures and restarts.
-        loads_on_request: whether a request has it loaded again when that failed before.
+        loads_on_request: whether a request has it loaded again when that failed before;
+            otherwise only if it had been ready at some time.
     """
 
     def __init__(
         self,
         name: str,
+        reserve: Reserve,
         open_engine: Opener,
         policy: RestartPolicy,
         unload_after_s: float,
@@ -64,6 +74,7 @@ class Supervisor:
     ) -> None:
         self.name = name
         self.state: ModelState = "unloaded"
+        self._reserve = reserve
         self._open_engine = open_engine
         self._book = RestartBook(policy, random.random)
         self._unload_after_s = unload_after_s
@@ -72,6 +83,7 @@ class Supervisor:
         self._engine: EngineLike | None = None
         self._error: LlamadError | None = None  # why it failed to load
         self._is_wanted = False
+        self._has_been_ready = False
         self._is_alive = False
         self._is_removed = False
         self._changed = trio.Event()
@@ -110,7 +122,7 @@ class Supervisor:
             LlamadError: it could not be loaded.
             EngineClosed: the model was removed.
         """
-        if self._loads_on_request and not self._is_alive:
+        if (self._loads_on_request or self._has_been_ready) and not self._is_alive:
             self._error = None
         with self._used():
             await self.wait_ready(want=True)
@@ -180,13 +192,24 @@ class Supervisor:
 
     async def _live(self) -> None:
         """One life, its restarts included: until it is idle, unloaded or cannot be loaded."""
+        self._become("loading")
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._reserve())
+            except LlamadError as error:
+                self._tell_failed(error)
+                self._refuse(error)
+            else:
+                await self._open_and_reopen()
+
+    async def _open_and_reopen(self) -> None:
         failed_at: float | None = None
         was_ready = False
         while True:
             self._become("loading")
             try:
                 async with self._open_engine() as engine:
-                    was_ready = True
+                    was_ready = self._has_been_ready = True
                     self._tell_restarted(failed_at)
                     await self._serve(engine)
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,13 +46,18 @@ def serve_command(
     import trio
 
     from llamad_trio.actors.systemd import inherited_listener
-    from llamad_trio.daemon import run_daemon
+    from llamad_trio.daemon import STOP, run_daemon
 
     inherited = inherited_listener()
     reload = None if file is None else read
-    trio.run(
-        partial(run_daemon, config, reload=reload, inherited=inherited, metrics_socket=metrics)
-    )
+
+    async def run() -> None:
+        await run_daemon(config, reload=reload, inherited=inherited, metrics_socket=metrics)
+        # It has ended in order; a signal that comes now is of no use to anybody.
+        for number in STOP:
+            signal.signal(number, signal.SIG_IGN)
+
+    trio.run(run)
 
 
 def _config(model: str | None, file: str | None, socket: str | None) -> DaemonConfig:

@@ -6,6 +6,7 @@ import ctypes
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
+from numpy import ctypeslib
 from numpy.typing import NDArray
 
 from llamad_trio.core.config import EngineConfig
@@ -206,4 +207,4 @@ class Context:
         A view of llama.cpp's own buffer: valid, and writable, until the next batch.
         """
         pointer = lib.llama_get_logits(self.pointer)
-        return np.ctypeslib.as_array(pointer, (n_outputs, self._n_vocab))
+        return ctypeslib.as_array(pointer, (n_outputs, self._n_vocab))

@@ -213,7 +213,12 @@ _OPS: dict[str | None, type[Call]] = {
     )
 }
 
-_KNOWN = {"op", "tokens", *attrs.fields_dict(Request)}.union(*map(attrs.fields_dict, _OPS.values()))
+_OURS = {"request", "is_original"}
+"""Fields that no client has."""
+
+_KNOWN = {"op", "tokens", *attrs.fields_dict(Request)}.union(
+    *(attrs.fields_dict(kind).keys() - _OURS for kind in _OPS.values())
+)
 _HAVE_REQUEST = {op for op, kind in _OPS.items() if "request" in attrs.fields_dict(kind)}
 
 
@@ -233,9 +238,8 @@ def decode_call(line: bytes) -> Call:
     if kind is None:
         known = ", ".join(name for name in _OPS if name)
         raise ProtocolError(f"unknown op {str(op)[:64]!r}; known are {known}")
-    for name in ("request", "is_original"):  # ours, not the client's
-        if name in data:
-            raise ProtocolError(f"unknown field {name!r}")
+    if ours := _OURS & data.keys():
+        raise ProtocolError(f"unknown field {min(ours)!r}")
     if op not in _HAVE_REQUEST:
         return structure(data, kind)
     own = attrs.fields_dict(kind).keys()

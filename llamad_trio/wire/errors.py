@@ -53,7 +53,8 @@ def error_from(reply: dict[str, object]) -> LlamadError:
     if kind is not None and isinstance(details, dict):
         try:
             error: LlamadError = structure_known(details, kind)
-        except ProtocolError as failure:
+            str(error)  # nobody else is to find out that its fields make no text
+        except (ProtocolError, ArithmeticError, TypeError, ValueError) as failure:
             logger.debug("an error of another version: %r", failure)
         else:
             return error

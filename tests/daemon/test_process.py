@@ -11,12 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from llamad_trio import isolation
 from llamad_trio.core.config import EngineConfig
 from tests.daemon.support import (
     HANG_S,
@@ -418,10 +419,81 @@ def test_a_signal_in_the_midst_of_the_load_ends_it_in_order(
     assert not is_there(sock)
 
 
+@pytest.mark.parametrize("numbers", [(2, 2), (15, 15), (2, 15), (15, 2)])
+def test_a_second_signal_does_no_more_than_the_first(
+    sock: Path, model: Path, numbers: tuple[int, int]
+) -> None:
+    with own_daemon(sock, model) as daemon, streaming(daemon):
+        for number in numbers:
+            daemon.signal(signal.Signals(number))
+        with suppress(ProcessLookupError):
+            while daemon.process.poll() is None:  # at every moment of its end
+                daemon.signal(signal.Signals(numbers[1]))
+        assert daemon.wait() == 0
+    assert not is_there(sock)
+
+
+def engine_processes(daemon: Daemon) -> list[int]:
+    pids = [
+        int(pid)
+        for task in Path(f"/proc/{daemon.pid}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    return [p for p in pids if b"llamad_trio.isolated" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_a_signal_while_an_engine_s_process_loads_ends_it_soon(
+    sock: Path, model: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "apart.toml"
+    config.write_text("".join(apart(f"m{n}", model) for n in range(4)))
+    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+        wait_for(lambda: bool(engine_processes(daemon)))
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait(isolation.GRACE_S) == 0
+
+
+def test_without_descriptors_it_lives_and_so_do_its_models(
+    sock: Path, model: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "two.toml"
+    config.write_text(table("here", model) + apart("apart", model, load="'lazy'"))
+    limited = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-m", "llamad_trio")
+    with running_daemon(sock, "--config", config, command=(*limited, "serve")) as daemon:
+        with daemon.connect() as first:
+            first.sendall(as_line({"op": "ping", "keep": True}))
+            replies = first.makefile("r")
+            assert json.loads(replies.readline()) == {"pong": True}
+            others = [daemon.connect() for _ in range(70)]
+            first.sendall(as_line({**ASKED, "model": "here", "keep": True}))
+            assert json.loads(replies.readline())["generated_tokens"] == 20
+            first.sendall(as_line({**ASKED, "model": "apart"}))
+            assert "Too many open files" in json.loads(replies.readline())["error"]
+            for other in others:
+                other.close()
+            replies.close()
+        assert daemon.reply({**ASKED, "model": "apart"})["generated_tokens"] == 20
+
+
+def test_it_listens_when_all_have_been_ready_though_one_was_closed_since(
+    sock: Path, model: Path, smollm2_path: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "idle.toml"
+    config.write_text(
+        table("large", smollm2_path) + table("small", model) + "unload_after_s = 0.01\n"
+    )
+    with running_daemon(sock, "--config", config) as daemon:
+        assert daemon.reply({**ASKED, "model": "small"})["generated_tokens"] == 20
+
+
 # -- SIGHUP -------------------------------------------------------------------------------------------
 
 
-def table(name: str, path: Path, **fields: int) -> str:
+def apart(name: str, path: Path, **fields: int | str) -> str:
+    return table(name, path, isolation="'process'", **fields)
+
+
+def table(name: str, path: Path, **fields: int | str) -> str:
     lines = [f"[models.{name}]", f"path = {str(path)!r}"]
     return "\n".join([*lines, *(f"{key} = {value}" for key, value in fields.items())]) + "\n"
 
@@ -510,6 +582,49 @@ def test_sighup_with_a_bad_file_changes_nothing_and_says_why(
         daemon.signal(signal.SIGHUP)
         wait_for(lambda: names(daemon) == ["comes"])
         assert daemon.reply(ASKED)["generated_tokens"] == 20
+
+
+def test_sighup_while_it_starts_counts_when_it_has_started(
+    sock: Path, model: Path, smollm2_path: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "daemon.toml"
+    config.write_text(table("a", smollm2_path) + table("b", model))
+    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+        wait_for(lambda: "is ready" in daemon.log)
+        config.write_text(table("b", model) + table("c", model))
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: "reloaded" in daemon.log)
+        assert names(daemon) == ["b", "c"]
+        assert "[daemon] has changed" not in daemon.log
+
+
+def test_sighup_tries_failed_models_again(sock: Path, model: Path, tmp_path: Path) -> None:
+    config, file = tmp_path / "daemon.toml", tmp_path / "model.gguf"
+    shutil.copy(model, file)
+    idle = table("a", file) + "unload_after_s = 0.01\n"
+    config.write_text(idle + table("b", model))
+    with running_daemon(sock, "--config", config) as daemon:
+
+        def state() -> object:
+            return daemon.reply({"op": "stats"})["states"]["a"]
+
+        wait_for(lambda: state() == "unloaded")
+        file.unlink()
+        assert "no such file" in daemon.reply({**ASKED, "model": "a"})["error"]
+        assert state() == "failed"
+        shutil.copy(model, file)
+        daemon.signal(signal.SIGHUP)
+        wait_for(lambda: state() != "failed")
+
+
+def test_a_file_that_nobody_writes_does_not_hold_up_the_end(sock: Path, config: Path) -> None:
+    with running_daemon(sock, "--config", config) as daemon:
+        config.unlink()
+        os.mkfifo(config)
+        daemon.signal(signal.SIGHUP)
+        assert daemon.reply({"op": "ping"}) == {"pong": True}
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
 
 
 def test_sighup_without_a_file_changes_nothing(daemon: Daemon) -> None:

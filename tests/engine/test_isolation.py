@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,10 +17,13 @@ import pytest
 import trio
 
 from llamad_trio import (
+    Disconnected,
     EngineClosed,
+    EngineConfig,
     EngineCrashed,
     EngineSpec,
     InferenceError,
+    Lane,
     LlamadError,
     ModelLoadError,
     PromptTooLong,
@@ -30,6 +34,7 @@ from llamad_trio import (
     open_models,
 )
 from llamad_trio import isolation as isolation_module
+from llamad_trio.actors import handover as handover_module
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
@@ -38,6 +43,7 @@ from llamad_trio.core.engine_events import (
     RequestFinished,
     StepDone,
 )
+from llamad_trio.cores import physical_cores
 from tests.engine.support import ENDLESS, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher
 
@@ -47,6 +53,8 @@ if TYPE_CHECKING:
     from llamad_trio import Engine
 
 ROOT = Path(__file__).parents[2]
+
+HANG_S = 30
 
 LIVING = """
 import ctypes, os, sys, threading, time
@@ -247,6 +255,10 @@ GARBAGE = [
     "os.write(fd, b'[1, 2]\\n'); time.sleep(60)",
     'os.write(fd, b\'{"ready": true}\\n{"ready": true}\\n\'); time.sleep(60)',
     'os.write(fd, b\'{"error": 5, "type": [], "details": {}}\\n\'); time.sleep(60)',
+    # No such error can be made, or shown.
+    'os.write(fd, b\'{"error": "", "type": "InsufficientMemory", "details": \''
+    'b\'{"required": 1, "available": 1, "held_by": {"a": "b"}}}\\n\'); time.sleep(60)',
+    "os.write(fd, b'{\"progress\": 1%s}\\n' % (b'0' * 400) * 3); sys.exit(0)",
     "os.close(fd); time.sleep(60)",
     "sys.exit(0)",
     "\nwhile True: os.write(fd, b'x' * 65536)",
@@ -297,6 +309,108 @@ async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> 
     await until(lambda: not exists(pid))
     # Promised is a second; a busy machine may take longer to run those who have to end.
     assert time.monotonic() - killed_at < 10
+
+
+async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
+    tiny_path: Path,
+) -> None:
+    program = textwrap.dedent(
+        f"""
+        import os, time, trio
+        from llamad_trio import open_engine
+        from tests.engine.test_isolation import children
+
+        async def main():
+            async with open_engine({str(tiny_path)!r}, isolation="process"):
+                (engine,) = children()
+                if (fork := os.fork()) == 0:
+                    time.sleep({HANG_S})
+                    os._exit(0)
+                print(engine, fork, flush=True)
+                await trio.sleep_forever()
+
+        trio.run(main)
+        """
+    )
+    parent = await trio.lowlevel.open_process(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    engine, fork = map(int, (await parent.stdout.receive_some()).split())
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not exists(engine))
+    assert exists(fork)
+    os.kill(fork, signal.SIGKILL)
+
+
+async def test_it_imports_what_this_process_imports(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
+    monkeypatch.chdir(tmp_path)
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_it_computes_with_the_threads_of_its_lane_and_they_count(
+    tiny_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = Lane(threads=physical_cores() + 1)
+    config = EngineConfig(lane=Lane(threads=1))
+    async with open_engine(tiny_path, config, isolation="process") as engine:
+        assert engine.config.n_threads == 1
+        assert not [r for r in caplog.records if "threads on" in r.getMessage()]
+        async with open_engine(tiny_path, isolation="process", lane=many) as other:
+            assert other.config.n_threads == physical_cores() + 1
+            (record,) = [r for r in caplog.records if "threads on" in r.getMessage()]
+            assert "2 lanes" in record.getMessage()
+
+
+async def test_a_load_that_is_given_up_is_not_waited_for(
+    child_of: Callable[[str], None], tmp_path: Path
+) -> None:
+    child_of("import time; time.sleep(60)")
+    async with open_models({"a": EngineSpec(tmp_path, isolation="process")}) as models:
+        await until(lambda: models.state("a") == "loading" and bool(children()))
+        with trio.fail_after(isolation_module.GRACE_S / 2):
+            await models.unload("a")
+
+
+async def test_without_descriptors_it_is_a_typed_error_and_the_engine_goes_on(
+    tiny_path: Path,
+) -> None:
+    def no_more() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_fds() - 1, hard))
+        limits.append((soft, hard))
+
+    limits: list[tuple[int, int]] = []
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+        try:
+            no_more()
+            with pytest.raises(InferenceError, match="Too many open files"):
+                await engine.complete("x")
+            for isolation in (None, "process"):
+                with pytest.raises(ModelLoadError, match="Too many open files"):
+                    async with open_engine(tiny_path, ONE_THREAD, isolation=isolation):
+                        pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits[0])
+        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_connection_that_ends_early_does_not_end_the_engine(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+        with monkeypatch.context() as patched:
+            # As when the other side has no descriptor left to take it.
+            patched.setattr(handover_module, "_as_bytes", lambda _: b"")
+            with pytest.raises(Disconnected):
+                await engine.complete("x")
+        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
 
 
 # -- supervised ----------------------------------------------------------------------------

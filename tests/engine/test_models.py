@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,19 +11,24 @@ import trio
 from llamad_trio import (
     EngineFailed,
     EngineSpec,
+    InferenceError,
     InsufficientMemory,
     Lane,
     ProtocolError,
     StepDone,
     estimate_memory,
+    open_engine,
     open_models,
 )
-from tests.engine.support import ENDLESS, ONE_THREAD
+from llamad_trio.actors.nursery import open_plain_nursery
+from tests.engine.support import ENDLESS, ONE_THREAD, until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from llamad_trio import Models
+    from llamad_trio import Engine, Models
+    from llamad_trio.actors.broadcast import Broadcast
     from tests.models import Kind, TinyModels
 
 
@@ -92,6 +98,37 @@ async def test_what_does_not_fit_is_refused_and_who_holds_the_memory_is_told(
         assert caught.value.required == need
         assert caught.value.held_by == {"a": need}
         assert models.state("b") == "failed"
+        await models.unload("a")
+        assert (await models["b"].complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_a_model_that_is_about_to_restart_keeps_its_share(tiny_path: Path) -> None:
+    breaks = trio.Event()
+
+    @asynccontextmanager
+    async def opener(name: str, spec: EngineSpec, broadcast: Broadcast) -> AsyncIterator[Engine]:
+        async with open_engine(spec.model, spec.config) as engine, open_plain_nursery() as nursery:
+            nursery.start_soon(break_down)
+            yield engine
+
+    async def break_down() -> None:
+        nonlocal breaks
+        await breaks.wait()
+        breaks = trio.Event()
+        raise InferenceError("broken")
+
+    need = (await estimate_memory(tiny_path, ONE_THREAD)).total_bytes
+    specs = {
+        "a": EngineSpec(tiny_path, ONE_THREAD),
+        "b": EngineSpec(tiny_path, ONE_THREAD, load="lazy"),
+    }
+    async with open_models(specs, memory_budget_bytes=need * 3 // 2, opener=opener) as models:
+        await models.wait_ready("a")
+        breaks.set()
+        await until(lambda: models.state("a") == "backing off")
+        with pytest.raises(InsufficientMemory):
+            await models["b"].complete("x")
+        await models.wait_ready("a")
         await models.unload("a")
         assert (await models["b"].complete("x", max_tokens=2)).generated_tokens == 2
 

@@ -277,6 +277,13 @@ def test_a_request_of_token_ids_gets_all_there_is() -> None:
     assert not is_original({"tokens": [1, 2]})
 
 
+@pytest.mark.parametrize("name", ["request", "is_original"])
+@pytest.mark.parametrize("value", [None, True, {}])
+def test_fields_of_our_own_are_unknown(name: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=f"unknown field '{name}'"):
+        decoded({"prompt": "a", name: value})
+
+
 def test_every_field_of_a_request_is_of_one_protocol_or_the_other() -> None:
     own = attrs.fields_dict(Generate).keys() - {"request", "is_original"}
     assert ORIGINAL.keys() | BEYOND.keys() | {"prompt"} == FIELDS | own

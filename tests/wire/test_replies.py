@@ -375,3 +375,17 @@ def test_an_error_whose_field_has_an_unknown_word_keeps_its_text() -> None:
     details = {"stage": "x", "resident_tokens": 1, "additional_tokens": 2, "n_ctx": 3}
     reply: Json = {"error": "inference: why", "type": "ContextOverflow", "details": details}
     assert str(error_from(reply)) == "inference: why"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        {"required": 1, "available": 1, "held_by": {"a": "b"}},
+        {"required": 10**400, "available": 1, "held_by": {}},
+        {"required": 1, "available": 1, "held_by": [1]},
+    ],
+)
+def test_an_error_whose_fields_make_no_text_is_told_by_its_text(details: Json) -> None:
+    error = error_from({"error": "why", "type": "InsufficientMemory", "details": details})
+    assert isinstance(error, InferenceError)
+    assert error.reason == "why"
