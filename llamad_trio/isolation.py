@@ -78,6 +78,7 @@ async def open_isolated_engine(
         await child.wait_ready(on_load)
         engine = RemoteEngine(child, None, await stats_of(child))
         relay = EventRelay(engine.events, broadcast)
+        # On a lane of its own, over there, but on the same cores.
         with counted(Lane(), engine.config):
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(child.watch)

@@ -6,6 +6,8 @@ Decides what each event says.  While nobody listens, nothing is made or copied.
 from __future__ import annotations
 
 import copy
+from contextvars import Context
+from typing import TypedDict
 
 import trio
 
@@ -20,6 +22,7 @@ from llamad_trio.core.engine_events import (
     RequestCancelled,
     RequestFailed,
     RequestFinished,
+    RequestKind,
     RequestPreempted,
     RequestQueued,
     RequestStarted,
@@ -28,6 +31,20 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.core.errors import LlamadError
 
 __all__ = ["Reporter"]
+
+
+class _Event(TypedDict):
+    time: float
+    engine: str
+
+
+class _RequestEvent(_Event):
+    request_id: int
+
+
+class _RequestEnd(_RequestEvent):
+    kind: RequestKind
+    context: Context | None
 
 
 class Reporter:
@@ -50,85 +67,47 @@ class Reporter:
     def loaded(self, load_s: float) -> None:
         """The engine takes requests."""
         if self.is_heard:
-            self._broadcast.publish(
-                EngineLoaded(time=trio.current_time(), engine=self._engine, load_s=load_s)
-            )
+            self._broadcast.publish(EngineLoaded(**self._now(), load_s=load_s))
 
     def stopped(self, reason: str | None) -> None:
         """The engine takes no requests any more."""
         if self.is_heard:
-            self._broadcast.publish(
-                EngineStopped(time=trio.current_time(), engine=self._engine, reason=reason)
-            )
+            self._broadcast.publish(EngineStopped(**self._now(), reason=reason))
 
     def queued(self, ticket: Ticket) -> None:
         """A request was accepted."""
         if self.is_heard:
-            self._broadcast.publish(
-                RequestQueued(
-                    time=trio.current_time(),
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    kind=ticket.kind,
-                )
-            )
+            self._broadcast.publish(RequestQueued(**self._of(ticket), kind=ticket.kind))
 
     def started(self, ticket: Ticket, cached_tokens: int) -> None:
         """A request is in a step for the first time, behind `cached_tokens` of its prompt."""
         if not self.is_heard:
             return
-        now = trio.current_time()
+        of = self._of(ticket)
+        queued_s = of["time"] - ticket.submitted_at
         self._broadcast.publish(
-            RequestStarted(
-                time=now,
-                engine=self._engine,
-                request_id=ticket.id,
-                queued_s=now - ticket.submitted_at,
-                prompt_tokens=ticket.prompt_tokens,
-            )
+            RequestStarted(**of, queued_s=queued_s, prompt_tokens=ticket.prompt_tokens)
         )
         if cached_tokens:
-            self._broadcast.publish(
-                PrefixReused(
-                    time=now,
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    cached_tokens=cached_tokens,
-                )
-            )
+            self._broadcast.publish(PrefixReused(**of, cached_tokens=cached_tokens))
 
     def first_token(self, ticket: Ticket) -> None:
         """A request has generated something."""
         if self.is_heard:
-            self._broadcast.publish(
-                FirstToken(
-                    time=trio.current_time(),
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    ttft_s=ticket.ttft_s,
-                )
-            )
+            self._broadcast.publish(FirstToken(**self._of(ticket), ttft_s=ticket.ttft_s))
 
     def preempted(self, ticket: Ticket) -> None:
         """A running request waits again."""
         if self.is_heard:
-            self._broadcast.publish(
-                RequestPreempted(
-                    time=trio.current_time(), engine=self._engine, request_id=ticket.id
-                )
-            )
+            self._broadcast.publish(RequestPreempted(**self._of(ticket)))
 
     def finished(self, ticket: Ticket, completion: Completion) -> None:
         """A request is complete."""
         if self.is_heard:
             self._broadcast.publish(
                 RequestFinished(
-                    time=trio.current_time(),
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    kind=ticket.kind,
+                    **self._end_of(ticket),
                     duration_s=completion.duration_s,
-                    context=ticket.context,
                     prompt_tokens=completion.prompt_tokens,
                     generated_tokens=completion.generated_tokens,
                     cached_tokens=completion.cached_tokens,
@@ -140,33 +119,19 @@ class Reporter:
     def failed(self, ticket: Ticket, error: LlamadError) -> None:
         """A request ended with an error."""
         if self.is_heard:
-            now = trio.current_time()
+            end = self._end_of(ticket)
+            duration_s = end["time"] - ticket.submitted_at
+            # A copy: what is raised gets a traceback, which no reader should keep alive.
             self._broadcast.publish(
-                RequestFailed(
-                    time=now,
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    kind=ticket.kind,
-                    duration_s=now - ticket.submitted_at,
-                    context=ticket.context,
-                    # The one that is raised gets a traceback, which no reader should keep alive.
-                    error=copy.copy(error),
-                )
+                RequestFailed(**end, duration_s=duration_s, error=copy.copy(error))
             )
 
     def cancelled(self, ticket: Ticket) -> None:
         """Whoever asked has left."""
         if self.is_heard:
-            now = trio.current_time()
+            end = self._end_of(ticket)
             self._broadcast.publish(
-                RequestCancelled(
-                    time=now,
-                    engine=self._engine,
-                    request_id=ticket.id,
-                    kind=ticket.kind,
-                    duration_s=now - ticket.submitted_at,
-                    context=ticket.context,
-                )
+                RequestCancelled(**end, duration_s=end["time"] - ticket.submitted_at)
             )
 
     def step_done(
@@ -182,8 +147,7 @@ class Reporter:
         if self.is_heard:
             self._broadcast.publish(
                 StepDone(
-                    time=trio.current_time(),
-                    engine=self._engine,
+                    **self._now(),
                     duration_s=duration_s,
                     decode_tokens=decode_tokens,
                     prefill_tokens=prefill_tokens,
@@ -191,3 +155,12 @@ class Reporter:
                     slots_in_use=slots_in_use,
                 )
             )
+
+    def _now(self) -> _Event:
+        return {"time": trio.current_time(), "engine": self._engine}
+
+    def _of(self, ticket: Ticket) -> _RequestEvent:
+        return {**self._now(), "request_id": ticket.id}
+
+    def _end_of(self, ticket: Ticket) -> _RequestEnd:
+        return {**self._of(ticket), "kind": ticket.kind, "context": ticket.context}
