@@ -7,12 +7,11 @@ is the cancel.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar, overload
 
-import attrs
 import msgspec
 
 from llamad_trio.core.completion import Choice, Completion
@@ -21,6 +20,7 @@ from llamad_trio.core.errors import (
     Disconnected,
     EngineClosed,
     InferenceError,
+    LlamadError,
     ProtocolError,
     SocketUnavailable,
 )
@@ -113,8 +113,9 @@ class RemoteEngine:
     """One model of a daemon, with the interface of `Engine`.  Made by `connect`.
 
     Every method that asks something raises what `Engine`'s does, and `Disconnected` when
-    the daemon has gone away.  `info`, `config` and `stats` raise `EngineClosed` for a model
-    that was not loaded when they were last told of it: see `refresh`.
+    the daemon has gone away.  `info`, `config` and `stats` raise `EngineClosed` while nothing
+    is known of the model: it was not loaded when this object began, and neither `refresh` nor
+    a reply has told of it since.
     """
 
     def __init__(self, peer: Peer, model: str | None, daemon: DaemonStats) -> None:
@@ -123,7 +124,8 @@ class RemoteEngine:
         known = {**daemon.models, **daemon.states}
         if self._name not in known:
             raise ProtocolError(f"unknown model {self._name!r}; known are {', '.join(known)}")
-        self._last_seen = daemon.models.get(self._name)
+        self._known = daemon.models.get(self._name)
+        self._stats = None if self._known is None else self._known.stats
         self._is_closed = False
 
     # -- requests ---------------------------------------------------------------------------
@@ -216,7 +218,7 @@ class RemoteEngine:
     @property
     def info(self) -> ModelInfo:
         """What is known of the model."""
-        return self._seen.info
+        return self._model.info
 
     @property
     def is_open(self) -> bool:
@@ -226,21 +228,27 @@ class RemoteEngine:
     @property
     def config(self) -> EngineConfig:
         """The settings in force at the daemon."""
-        return self._seen.config
+        return self._model.config
 
     def stats(self) -> EngineStats:
         """What the daemon last told of this engine: with the end of a request of this
         object, by `refresh`, or when it connected.  Never blocks."""
-        return self._seen.stats
+        if self._stats is None:
+            raise EngineClosed
+        return self._stats
 
     async def refresh(self) -> EngineStats:
-        """Ask the daemon for the engine's statistics of this moment.  A checkpoint."""
+        """Ask the daemon for the engine's statistics of this moment.
+
+        A checkpoint.  Raises `EngineClosed` if the model is not loaded.
+        """
         async with self._called(Stats()) as reply:
             daemon = await _stats_in(reply)
         if self._name not in daemon.models:
             raise EngineClosed
-        self._last_seen = daemon.models[self._name]
-        return self._seen.stats
+        self._known = daemon.models[self._name]
+        self._stats = self._known.stats
+        return self._stats
 
     @asynccontextmanager
     async def events(self, max_events: int = 1024) -> AsyncIterator[RemoteEvents]:
@@ -263,11 +271,11 @@ class RemoteEngine:
     # -- inside -----------------------------------------------------------------------------
 
     @property
-    def _seen(self) -> ModelStats:
-        """What the daemon told of the model; of one that was not loaded there is nothing."""
-        if self._last_seen is None:
+    def _model(self) -> ModelStats:
+        """What the daemon told of the model; of one that was never loaded there is nothing."""
+        if self._known is None:
             raise EngineClosed
-        return self._last_seen
+        return self._known
 
     def close(self) -> None:
         """Let no request begin any more."""
@@ -281,11 +289,15 @@ class RemoteEngine:
             request=request, stream=stream, events=events, with_stats=True, model=self._name
         )
         async with self._called(call) as reply:
-            yield RemoteSource(reply, request, self._take_stats)
+            source = RemoteSource(reply, request, self._take_stats)
+            yield source
+        if source.completion is not None:
+            await self._learn()
 
     async def _ask(self, call: Call, key: str, kind: type[T]) -> T:
         async with self._called(call) as reply:
             line = await reply.next_line()
+        await self._learn()
         try:
             return msgspec.convert(line.get(key), kind)
         except msgspec.ValidationError as error:
@@ -302,9 +314,14 @@ class RemoteEngine:
                 raise Disconnected from None  # it was there when this began
             yield reply
 
+    async def _learn(self) -> None:
+        """Ask what the model is, now that a reply has come from it, if that is not known."""
+        if self._known is None and not self._is_closed:
+            # The reply counts, whatever becomes of this.
+            with suppress(LlamadError):
+                await self.refresh()
+
     def _take_stats(self, line: dict[str, object]) -> None:
         stats = line.get("stats")
-        if isinstance(stats, dict) and self._last_seen is not None:
-            self._last_seen = attrs.evolve(
-                self._last_seen, stats=understood(partial(structure_known, stats, EngineStats))
-            )
+        if isinstance(stats, dict):
+            self._stats = understood(partial(structure_known, stats, EngineStats))

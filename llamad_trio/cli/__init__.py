@@ -1,4 +1,4 @@
-"""The `llamad-trio` command line.  Uses the public API only.
+"""The `llamad-trio` command line: what the library does, from a terminal.
 
 Errors are one line on stderr with exit status 1 (2 for usage); Ctrl-C is 130.
 """
@@ -23,6 +23,9 @@ __all__ = ["main"]
 
 INTERRUPTED = 130
 
+# Raised for a command line without a command; click 8.1 shows the help by itself.
+HELP_INSTEAD = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="llamad-trio")
@@ -44,8 +47,11 @@ def main() -> NoReturn:
     """Run the command line and exit."""
     try:
         command_line(standalone_mode=False)
-    except click.ClickException as error:
+    except HELP_INSTEAD as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"error: {_flat(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(INTERRUPTED)
@@ -56,12 +62,16 @@ def main() -> NoReturn:
     except Exception as error:  # whatever it is, a command line answers in one line
         if os.environ.get("LLAMAD_DEBUG"):
             raise
-        click.echo(f"error: {_one_line(error)}", err=True)
+        click.echo(f"error: {_said(error)}", err=True)
         sys.exit(1)
     sys.exit(0)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "failed"
+def _said(error: Exception) -> str:
+    text = _flat(str(error)) or "failed"
     known = isinstance(error, OSError) or type(error).__module__.startswith("llamad_trio.")
     return text if known else f"{type(error).__name__}: {text}"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())

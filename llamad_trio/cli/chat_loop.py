@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import trio
 
 from llamad_trio import (
     Done,
+    EngineClosed,
     EngineLike,
     LlamadError,
     PromptTooLong,
     ReasoningDelta,
+    RemoteEngine,
     TextDelta,
 )
 from llamad_trio.actors.nursery import TaskStatus, open_plain_nursery, unlimited
@@ -155,8 +157,7 @@ class Chat:
                     case Command("model", name):
                         opened = await self._switched(nursery, opened, name)
                     case Command("stats"):
-                        stats, n_ctx = opened.engine.stats(), opened.engine.config.n_ctx
-                        self._note(*stats_lines(self._conversation.last, stats, n_ctx))
+                        await self._tell_stats(opened.engine)
                     case Command("save" | "save!" as name, file):
                         await trio.to_thread.run_sync(self._save, file, name == "save!")
                     case Command(name, argument):
@@ -205,6 +206,15 @@ class Chat:
             self._conversation.drop(n)
             self._note(f"the conversation no longer fits: its oldest part ({n} of yours) is gone")
 
+    async def _tell_stats(self, engine: EngineLike) -> None:
+        stats, n_ctx = None, None
+        with self._interruptible():
+            with suppress(EngineClosed):  # the model is not loaded
+                if isinstance(engine, RemoteEngine):
+                    await engine.refresh()  # an answer that was stopped has told nothing
+                stats, n_ctx = engine.stats(), engine.config.n_ctx
+            self._note(*stats_lines(self._conversation.last, stats, n_ctx))
+
     async def _switched(self, nursery: trio.Nursery, old: _Opened, name: str) -> _Opened:
         """The engine of another model; the old one without a name, or if Ctrl-C stops the load."""
         new = old
@@ -250,4 +260,8 @@ class Chat:
 
 
 def _title(opened: _Opened) -> str:
-    return f"{opened.name or 'the default model'} ({opened.engine.info.description})"
+    name = opened.name or "the default model"
+    try:
+        return f"{name} ({opened.engine.info.description})"
+    except EngineClosed:  # a daemon loads it with the first question
+        return name

@@ -151,16 +151,25 @@ class Conversation:
                 raise ValueError("the name must end in .md or .json")
 
 
-def stats_lines(last: Completion | None, stats: EngineStats, n_ctx: int | None) -> list[str]:
-    """The last answer's speeds, the context it used, and the engine's counts."""
+def stats_lines(last: Completion | None, stats: EngineStats | None, n_ctx: int | None) -> list[str]:
+    """The last answer's speeds, the context it used, and the engine's counts.
+
+    Args:
+        last: the last answer, if there was one.
+        stats: the engine's; `None` while its model is not loaded.
+        n_ctx: tokens in its pool, if that is known.
+    """
     lines = ["no answer yet"]
     if last is not None:
         speed = _rate(last.generated_tokens - 1, last.duration_s - last.ttft_s)
+        limit = "" if n_ctx is None else f" of {n_ctx}"
         lines = [
             f"last answer: {last.prompt_tokens} prompt tokens ({last.cached_tokens} cached), "
             f"first token after {last.ttft_s:.3f} s, {last.generated_tokens} generated ({speed})",
-            f"context: {last.prompt_tokens + last.generated_tokens} of {n_ctx} tokens",
+            f"context: {last.prompt_tokens + last.generated_tokens}{limit} tokens",
         ]
+    if stats is None:
+        return [*lines, "engine: not loaded"]
     requests = ", ".join(f"{n} {outcome}" for outcome, n in stats.requests.items())
     return [
         *lines,

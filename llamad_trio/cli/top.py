@@ -7,11 +7,12 @@ terminal nor daemon.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,11 +34,23 @@ _POOL_CELLS = {"used": ("|", "green"), "retained": (":", "blue")}
 _FREE = (".", "dim")
 
 
+class _Seconds(click.FloatRange):
+    """A range that `nan`, which is beyond no limit, is not in either."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return seconds
+
+
 @click.command("top")
 @click.option("--socket", default=DEFAULT_SOCKET, show_default=True, help="The daemon's socket.")
 @click.option(
     "--interval",
-    type=click.FloatRange(0.05, 3600),
+    type=_Seconds(0.05, 3600),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",
@@ -47,6 +60,7 @@ _FREE = (".", "dim")
 def top_command(socket: str, interval: float, once: bool, as_json: bool) -> None:
     """Show what a daemon is doing: slots, speeds, queue, KV pool, and how requests ended.
 
+    Of a model that is not loaded, it shows the state.
     Speeds are tokens per second of the last interval, idle time included.  On a terminal
     the view is refreshed in place until Ctrl-C; elsewhere one is printed per interval.
     """
@@ -123,18 +137,27 @@ def view(previous: DaemonStats | None, current: DaemonStats, seconds: float) -> 
         before = previous.models
     uptime = timedelta(seconds=int(current.uptime_s))
     header = f"up {uptime}, {_count(current.connections, 'connection')}, "
-    parts: list[RenderableType] = [Text(header + _count(len(current.models), "model"))]
+    absent = {name: state for name, state in current.states.items() if name not in current.models}
+    n_models = len(current.models) + len(absent)
+    parts: list[RenderableType] = [Text(header + _count(n_models, "model"))]
     for name, model in current.models.items():
         earlier = before[name].stats if name in before else None
         parts += [Text(), _title(name, model), _rows(earlier, model, seconds)]
+    if absent:
+        parts += [Text(), *(_named(name, state) for name, state in absent.items())]
     return Group(*parts)
 
 
 def _title(name: str, model: ModelStats) -> Text:
+    described = [part for part in (model.info.description, model.info.name) if part]
+    return _named(name, ", ".join(described))
+
+
+def _named(name: str, what: str) -> Text:
+    """A model's name, and what there is to say of it."""
     from rich.text import Text
 
-    described = [part for part in (model.info.description, model.info.name) if part]
-    return Text.assemble((_printable(name), "bold"), "  ", _printable(", ".join(described)))
+    return Text.assemble((_printable(name), "bold"), "  ", _printable(what))
 
 
 def _rows(earlier: EngineStats | None, model: ModelStats, seconds: float) -> RenderableType:

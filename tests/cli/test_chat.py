@@ -32,15 +32,19 @@ from llamad_trio import (
     Completion,
     Engine,
     EngineLike,
+    EngineSpec,
     Message,
     ModelLoadError,
     ProtocolError,
+    connect,
+    serve_unix,
 )
+from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.cli.chat import chat_command
 from llamad_trio.cli.chat_loop import Chat
 from llamad_trio.cli.chat_terminal import Key, Lines, Prompt, Screen, open_history
 from llamad_trio.cli.conversation import COMMANDS, Command, Conversation, Reply, Say, parse, visible
-from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 from tests.engine.support import until
 from tests.engine.test_events import THINKS_ITSELF
 from tests.models import TinyModels
@@ -495,6 +499,64 @@ async def test_stats_tell_of_the_last_answer_and_the_engine(
     assert "1 completed, 0 failed, 0 cancelled" in table.notes[-1]
 
 
+# -- a daemon's model that is loaded when it is asked ---------------------------------------------
+
+
+class LazyTable(Table):
+    """A chat with a daemon in this program, whose models are not loaded."""
+
+    def __init__(self, path: Path, replies: Any, *typed: str, **options: Any) -> None:
+        super().__init__(replies, *typed, **options)
+        self._path = path
+
+    async def talk(self) -> int:
+        specs = {name: EngineSpec(name, load="lazy", n_ctx=self._n_ctx) for name in self._models}
+        with trio.fail_after(20):
+            async with (
+                open_scripted_models(self._models, specs) as models,
+                open_plain_nursery() as nursery,
+            ):
+                await nursery.start(serve_unix, models, self._path)
+                status = await self._chat.run(None)
+                nursery.cancel_scope.cancel()
+        return status
+
+    def _opened(self, name: str | None) -> AbstractAsyncContextManager[EngineLike]:
+        return connect(self._path, model=name)
+
+
+async def test_a_lazy_model_has_a_title_without_a_description_until_it_is_loaded(
+    tmp_path: Path,
+) -> None:
+    typed = ("/model first", "a", "/model", "/model second")
+    table = LazyTable(tmp_path / "d.sock", "A", *typed, models={"second": "B"})
+    assert await table.talk() == 0
+    assert table.notes == [
+        "the default model; /help lists the commands, Ctrl-D or /quit leaves",
+        "first",
+        "first (scripted model)",
+        "second",
+    ]
+    assert table.answers.getvalue() == "A\n"
+
+
+async def test_stats_of_a_lazy_model_are_there_after_an_answer(tmp_path: Path) -> None:
+    table = LazyTable(tmp_path / "d.sock", "A", "/stats", "a", "/stats")
+    await table.talk()
+    assert table.notes[1:3] == ["no answer yet", "engine: not loaded"]
+    assert table.notes[3].startswith("last answer: ")
+    assert table.notes[4] == "context: 21 of 4096 tokens"
+    assert "1 completed, 0 failed, 0 cancelled" in table.notes[-1]
+
+
+async def test_stats_after_an_answer_that_was_stopped_are_those_of_now(tmp_path: Path) -> None:
+    model = ScriptedModel("abcdef" * 500, decode_s=0.001)
+    table = LazyTable(tmp_path / "d.sock", model, "a", "/stats", interrupt_at="abcd")
+    await table.talk()
+    assert table.notes[1:3] == ["stopped", "no answer yet"]
+    assert "decode - tokens/s" not in table.notes[-1]
+
+
 async def test_every_command_is_known_and_listed(autojump_clock: trio.testing.MockClock) -> None:
     table = Table("A", *(f"/{name}" for name in COMMANDS if name != "quit"), "/quit", "lost")
     await table.talk()
@@ -791,27 +853,45 @@ def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         assert result.stderr.startswith(b"error: ")
 
 
-def test_a_daemon_answers_and_has_other_models(tiny_model: TinyModels, tmp_path: Path) -> None:
-    path, socket, file = tiny_model("attention"), tmp_path / "daemon.sock", tmp_path / "daemon.toml"
-    file.write_text(f"[models.one]\npath = '{path}'\n[models.two]\npath = '{path}'\n")
-    command = [sys.executable, "-m", "llamad_trio"]
-    env = environment(tmp_path)
-    serve = [*command, "serve", "--config", str(file), "--socket", str(socket)]
-    with subprocess.Popen(serve, stderr=subprocess.DEVNULL, env=env) as daemon:
+COMMAND = (sys.executable, "-m", "llamad_trio")
+
+
+@contextmanager
+def daemon(tmp_path: Path, config: str) -> Iterator[Path]:
+    """A daemon in a process of its own, by its socket."""
+    socket, file = tmp_path / "daemon.sock", tmp_path / "daemon.toml"
+    file.write_text(config)
+    serve = [*COMMAND, "serve", "--config", str(file), "--socket", str(socket)]
+    with subprocess.Popen(serve, stderr=subprocess.DEVNULL, env=environment(tmp_path)) as process:
         try:
             deadline = time.monotonic() + 60
             while not socket.exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
-            result = subprocess.run(
-                [*command, "chat", "--socket", str(socket), "-m", "one", "-n", "5"],
-                input=b"hello\n/model two\n/model three\nagain\n/stats\n",
-                capture_output=True,
-                env=env,
-                timeout=60,
-                check=False,
-            )
+            yield socket
         finally:
-            daemon.terminate()
+            process.terminate()
+
+
+def ask(tmp_path: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[bytes]:
+    """The command line with these arguments and this input."""
+    return subprocess.run(
+        [*COMMAND, *args],
+        input=typed.encode(),
+        capture_output=True,
+        env=environment(tmp_path),
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_daemon_answers_and_has_other_models(tiny_model: TinyModels, tmp_path: Path) -> None:
+    path = tiny_model("attention")
+    with daemon(
+        tmp_path, f"[models.one]\npath = '{path}'\n[models.two]\npath = '{path}'"
+    ) as socket:
+        typed = "hello\n/model two\n/model three\nagain\n/stats\n"
+        args = ("chat", "--socket", str(socket), "-m", "one", "-n", "5")
+        result = ask(tmp_path, *args, typed=typed)
     assert result.returncode == 0
     assert result.stdout
     notes = result.stderr.decode().splitlines()
@@ -821,6 +901,18 @@ def test_a_daemon_answers_and_has_other_models(tiny_model: TinyModels, tmp_path:
     assert notes[2].startswith("error: ")
     assert "three" in notes[2]
     assert "1 completed" in notes[-1]
+
+
+def test_the_speeds_of_a_completion_are_told_of_a_lazy_model_too(
+    tiny_model: TinyModels, tmp_path: Path
+) -> None:
+    config = f"[models.one]\npath = '{tiny_model('attention')}'\nload = 'lazy'"
+    with daemon(tmp_path, config) as socket:
+        result = ask(tmp_path, "complete", "hi", "--stats", "--socket", str(socket), "-n", "5")
+    assert result.returncode == 0
+    assert result.stdout
+    (speeds,) = result.stderr.decode().splitlines()
+    assert "5 generated" in speeds
 
 
 # A terminal of its own, so that Ctrl-C typed there becomes a signal.

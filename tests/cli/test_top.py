@@ -112,6 +112,25 @@ def test_every_model_is_shown() -> None:
     assert [text.split()[0] for text in lines if INFO.description in text] == ["small", "big"]
 
 
+def test_a_model_that_is_not_ready_is_a_line_with_its_state() -> None:
+    states = {"lazy": "unloaded", "small": "ready", "\x1b[1mbad": "backing off"}
+    lines = drawn(None, attrs.evolve(daemon(), states=states))
+    assert lines[0].endswith("3 models")
+    assert lines[-3:] == ["", "lazy unloaded", "?[1mbad backing off"]
+    assert [text for text in lines if text.startswith("small")] == [
+        "small llama 256M Q4_1, Small One"
+    ]
+
+
+def test_a_daemon_with_nothing_loaded_is_shown() -> None:
+    current = attrs.evolve(daemon(), models={}, states={"lazy": "loading"})
+    assert drawn(None, current) == [
+        "up 0:01:40, 2 connections, 1 model",
+        "",
+        "lazy loading",
+    ]
+
+
 def test_each_slot_is_a_cell_by_its_state() -> None:
     lines = drawn(None, daemon())
     assert line("slots", lines) == "[DDDP==..]"
@@ -260,6 +279,16 @@ def test_once_as_json_is_the_whole_snapshot(asked: list[str]) -> None:
     assert len(asked) == 1
 
 
+def test_json_has_the_states_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"small": "ready", "lazy": "unloaded"}
+
+    async def stats(_: str) -> DaemonStats:
+        return attrs.evolve(daemon(), states=states)
+
+    monkeypatch.setattr(llamad_trio.remote, "daemon_stats", stats)
+    assert json.loads(run("--once", "--json").stdout)["states"] == states
+
+
 def test_json_is_one_line_per_interval(asked: list[str]) -> None:
     result = run("--json")
     told = [json.loads(text) for text in result.stdout.splitlines()]
@@ -282,11 +311,29 @@ def test_off_the_terminal_one_plain_view_is_printed_per_interval(
     assert isinstance(result.exception, Disconnected)
 
 
-@pytest.mark.parametrize("interval", ["0", "-1", "inf", "often"])
-def test_an_interval_that_makes_no_sense_is_a_usage_error(interval: str) -> None:
-    result = CliRunner().invoke(top_command, ["--interval", interval])
-    assert result.exit_code == 2
-    assert "interval" in result.stderr
+@pytest.mark.parametrize("interval", ["0", "-1", "inf", "-inf", "nan", "often"])
+def test_an_interval_that_makes_no_sense_is_a_usage_error(
+    interval: str,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llamad-trio", "top", "--interval", interval])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    (error,) = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: Invalid value for '--interval': ")
+    assert asked == []
+
+
+def test_without_a_command_the_help_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llamad-trio"])
+    with pytest.raises(SystemExit):
+        main()
+    assert len("".join(capfd.readouterr()).splitlines()) > 10
 
 
 def run_main() -> None:

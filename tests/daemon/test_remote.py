@@ -31,6 +31,7 @@ from llamad_trio import (
     DaemonStats,
     Disconnected,
     EngineClosed,
+    EngineSpec,
     EngineStats,
     IncompleteOutput,
     InferenceError,
@@ -50,7 +51,7 @@ from llamad_trio import (
     serve_unix,
 )
 from llamad_trio.actors.nursery import open_plain_nursery
-from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 from llamad_trio.wire.converter import unstructure
 from llamad_trio.wire.errors import error_reply
 from tests.engine.support import ENDLESS, read_all, until, until_idle
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from llamad_trio import Engine, EngineLike, RemoteEngine
+    from llamad_trio import Engine, EngineLike, Models, RemoteEngine
     from llamad_trio.actors.nursery import TaskStatus
 
 pytestmark = pytest.mark.usefixtures("no_hang")
@@ -856,6 +857,66 @@ async def test_the_model_that_was_the_default_stays_the_one(path: Path) -> None:
                 await remote.refresh()
             engines["a"] = first
             assert await remote.complete_text("x") == "first"
+
+
+# -- a model that is not loaded -------------------------------------------------------------
+
+
+@pytest.fixture
+async def lazy(path: Path) -> AsyncIterator[Models]:
+    """Models behind a socket: one that answers `"ok"` and is loaded when it is asked."""
+    specs = {"lazy": EngineSpec("lazy", load="lazy")}
+    async with open_scripted_models({"lazy": "ok"}, specs) as models, served(path, models):
+        yield models
+
+
+def check_unknown(remote: RemoteEngine) -> None:
+    for look in (lambda: remote.info, lambda: remote.config, remote.stats):
+        with pytest.raises(EngineClosed):
+            look()
+
+
+@pytest.mark.parametrize("name", ["complete", "stream", "stream_events", "render", "choose"])
+async def test_the_first_reply_tells_what_a_lazy_model_is(
+    path: Path, lazy: Models, name: str
+) -> None:
+    async with connect(path) as remote:
+        check_unknown(remote)
+        await QUESTIONS[name](remote)
+        assert remote.info == lazy["lazy"].info
+        assert remote.config.n_slots == lazy["lazy"].config.n_slots
+        assert remote.stats() == lazy["lazy"].stats()
+
+
+async def test_the_end_of_a_request_tells_the_stats_before_the_model_is_known(
+    path: Path, lazy: Models
+) -> None:
+    async with connect(path) as remote, remote.stream("x") as tokens:
+        await tokens.result()
+        assert remote.stats().requests["completed"] == 1
+
+
+async def test_a_reply_counts_also_when_nothing_more_can_be_learned(path: Path) -> None:
+    unloaded = OF_DAEMON | {"models": {}, "states": {"default": "unloaded"}}
+    replies = [as_lines(unloaded)]
+    async with answering(path, replies), connect(path) as remote:
+        replies.append(as_lines(DONE))  # to the request, and to what comes after it
+        assert (await remote.complete("x")).text == "ab"
+        assert remote.stats().kv_retained_tokens == 7
+        with pytest.raises(EngineClosed):
+            remote.info  # noqa: B018
+
+
+async def test_what_was_known_of_a_model_stays_known_when_it_is_unloaded(
+    path: Path, lazy: Models
+) -> None:
+    async with connect(path) as remote:
+        await remote.complete("x")
+        await lazy.unload("lazy")
+        with pytest.raises(EngineClosed):
+            await remote.refresh()
+        assert remote.info.architecture == "scripted"
+        assert remote.stats().requests["completed"] == 1
 
 
 # -- limits ---------------------------------------------------------------------------------
