@@ -158,6 +158,7 @@ class Supervisor:
         Requests that are under way get `EngineClosed`; the next one has it loaded again.
         """
         self._is_wanted = False
+        self._notify()  # whoever waits for the load wants it again
         self._life.cancel()
         while self._is_alive:
             await self._changed.wait()
