@@ -84,7 +84,8 @@ class Supervisor:
         self._error: LlamadError | None = None  # why it failed to load
         self._is_wanted = False
         self._has_been_ready = False
-        self._is_alive = False
+        self._ended = trio.Event()  # of this life, or the last one
+        self._ended.set()
         self._is_removed = False
         self._changed = trio.Event()
         self._n_uses = 0
@@ -122,7 +123,7 @@ class Supervisor:
             LlamadError: it could not be loaded.
             EngineClosed: the model was removed.
         """
-        if (self._loads_on_request or self._has_been_ready) and not self._is_alive:
+        if (self._loads_on_request or self._has_been_ready) and self._ended.is_set():
             self._error = None
         with self._used():
             await self.wait_ready(want=True)
@@ -160,9 +161,7 @@ class Supervisor:
         self._is_wanted = False
         self._notify()  # whoever waits for the load wants it again
         self._life.cancel()
-        while self._is_alive:
-            await self._changed.wait()
-        await trio.lowlevel.checkpoint()
+        await self._ended.wait()
 
     # -- the actor --------------------------------------------------------------------------
 
@@ -180,15 +179,16 @@ class Supervisor:
             while True:
                 while not self._is_wanted:
                     await self._changed.wait()
-                self._is_alive = True
+                self._ended = trio.Event()
                 with unlimited() as self._life:
                     await self._live()
-                self._is_alive = self._is_wanted = False
+                self._is_wanted = False
+                self._ended.set()
                 self._become("unloaded" if self._error is None else "failed")
                 logger.info("%s is closed", self.name)
         finally:
             self._is_removed = True
-            self._is_alive = False
+            self._ended.set()
             self._become("unloaded")
 
     async def _live(self) -> None:
