@@ -202,8 +202,7 @@ class Engine:
 
         A checkpoint.  Raises as `complete` does.
         """
-        asked = as_request(request, fields)
-        return await self._ask(partial(self._preprocessor.render, asked), asked.n_chars)
+        return await self._ask_of(as_request(request, fields), self._preprocessor.render)
 
     async def count_tokens(self, request: Request | str, **fields: Any) -> int:
         """Length of the prompt a request comes to, in tokens.
@@ -211,8 +210,7 @@ class Engine:
         A checkpoint.  Raises as `complete` does; `PromptTooLong` only for a text so long
         that it cannot fit however it is tokenised.
         """
-        asked = as_request(request, fields)
-        _, tokens = await self._ask(partial(self._preprocessor.tokens, asked), asked.n_chars)
+        _, tokens = await self._ask_of(as_request(request, fields), self._preprocessor.tokens)
         return len(tokens)
 
     async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
@@ -244,7 +242,7 @@ class Engine:
         asked = Request(tokens)
         if isinstance(asked.prompt, str | None):
             raise ProtocolError("tokens must be token ids, not text")
-        return await self._ask(partial(self._preprocessor.render, asked), asked.n_chars)
+        return await self._ask_of(asked, self._preprocessor.render)
 
     # -- looking around ---------------------------------------------------------------------
 
@@ -350,8 +348,11 @@ class Engine:
 
         A checkpoint.  Raises `ProtocolError` and `PromptTooLong` as `complete` does.
         """
-        n_chars = request.n_chars + sum(map(len, continuations))
-        return await self._ask(partial(self._preprocessor.scoring, request, continuations), n_chars)
+        return await self._ask(
+            partial(self._preprocessor.scoring, request, continuations),
+            request.n_chars + sum(map(len, continuations)),
+            is_constrained=request.is_constrained,
+        )
 
     async def score_tokens(self, prompt: Sequence[int], targets: Sequence[int]) -> float:
         """The natural logarithm of the probability that `targets` follow `prompt`.
@@ -419,9 +420,16 @@ class Engine:
     def _source(self, ticket: Ticket) -> TicketSource:
         return TicketSource(ticket, withdraw=lambda: self._decode.withdraw(ticket))
 
-    async def _ask(self, function: Callable[[Limits], T], n_chars: int) -> T:
+    async def _ask_of(self, request: Request, function: Callable[[Request, Limits], T]) -> T:
+        return await self._ask(
+            partial(function, request), request.n_chars, is_constrained=request.is_constrained
+        )
+
+    async def _ask(
+        self, function: Callable[[Limits], T], n_chars: int, *, is_constrained: bool = False
+    ) -> T:
         self._check_open()
-        query = Query(function, n_chars)
+        query = Query(function, n_chars, is_constrained=is_constrained)
         await self._send(query)
         result: T = await query.answer()
         return result

@@ -121,8 +121,18 @@ async def _result(tools: dict[str, Tool], call: ToolCall) -> str:
         content = _as_text(await _called(tool, call))
     except Exception as error:  # told to the model, which may do better
         logger.info("tool %s failed", call.name, exc_info=True)
-        content = f"error: {type(error).__name__}: {error}"
+        content = f"error: {_told(error)}"
     return _storable(content)
+
+
+def _told(error: BaseException) -> str:
+    """What happened; of a nursery, to each of its tasks that failed."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_told, error.exceptions))
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the tool's, which need not be able to show itself
+        return type(error).__name__
 
 
 def _storable(text: str) -> str:

@@ -54,12 +54,16 @@ characters takes about a millisecond; the loop may be blocked for five at most."
 class Query:
     """A question about text for the preprocess actor: `function`, of `n_chars` of it.
 
-    The function is told what a template may use.
+    The function is told what a template may use.  `is_constrained` is whether it is of a
+    request with a constraint, which may take time to read.
     """
 
-    def __init__(self, function: Callable[[Limits], Any], n_chars: int) -> None:
+    def __init__(
+        self, function: Callable[[Limits], Any], n_chars: int, *, is_constrained: bool
+    ) -> None:
         self.function = function
         self.n_chars = n_chars
+        self.is_constrained = is_constrained
         self.result: outcome.Outcome[Any] = outcome.Error(EngineClosed())
         self.answered: trio.Event = trio.Event()
 
@@ -277,16 +281,16 @@ class Preprocessor:
                 result.error, TemplateTimeout
             ):
                 return result
-        limiter = self._compilers if _compiles(item) else self._limiter
-        return await trio.to_thread.run_sync(outcome.capture, function, FULL, limiter=limiter)
+        async with self._compilers if item.is_constrained else self._limiter:
+            if isinstance(item, Ticket) and not self._decode.is_live(item):
+                return outcome.Error(EngineClosed())  # nobody will see it
+            return await trio.to_thread.run_sync(
+                outcome.capture, function, FULL, limiter=trio.CapacityLimiter(1)
+            )
 
 
 def _is_long(item: Ticket | Query) -> bool:
-    return item.n_chars > OFF_LOOP_CHARS or _compiles(item)
-
-
-def _compiles(item: Ticket | Query) -> bool:
-    return isinstance(item, Ticket) and item.request.is_constrained
+    return item.n_chars > OFF_LOOP_CHARS or item.is_constrained
 
 
 def _has(source: object, sentinel: str) -> bool:

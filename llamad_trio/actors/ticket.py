@@ -73,6 +73,11 @@ class Ticket:
         self._send, self._receive = trio.open_memory_channel[str](STREAM_BUFFER + IN_FLIGHT)
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether its text must be of some form, which takes time to compile."""
+        return self.request.is_constrained
+
+    @property
     def n_chars(self) -> int:
         """How much text there is to prepare."""
         return self.request.n_chars

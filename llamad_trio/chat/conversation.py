@@ -84,13 +84,16 @@ class Chat:
             ProtocolError, UnsupportedFeature: as `Engine.complete`.
             TemplateTimeout: it needed more.
         """
+        if request.tool_format is not None and request.tool_format not in TOOL_FORMATS:
+            known = ", ".join(TOOL_FORMATS)
+            raise ProtocolError(f"unknown tool_format {request.tool_format!r}; known are {known}")
         if not request.uses_template:
             prompt = request.prompt if isinstance(request.prompt, str) else ""
             return Turn(prompt=prompt, constraint=_constraint(request, None))
         tools = [tool for tool in request.tools if isinstance(tool, Tool)]
         if request.tool_choice == "none":
             tools = []
-        about_tools = tools or any(m.tool_calls or m.role == "tool" for m in request.history)
+        about_tools = tools or _are_about_tools(request.history)
         tool_format = self._format(request) if about_tools else None
         prompt = self._render(request, tools, tool_format, sentinel, limits)
         reasoning = self._reasoning
@@ -108,6 +111,8 @@ class Chat:
         else:
             tool_format = None
             constraint = _constraint(request, after)
+            if constraint is not None and not in_reasoning:
+                reasoning = None  # what the text must be, it is as a whole
         markers = (*self._reasoning_tokens(), *(tool_format.markers if tool_format else ()))
         return Turn(
             prompt=prompt,
@@ -126,7 +131,14 @@ class Chat:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """A conversation without tools as text, ready for the assistant's turn or not."""
+        """A conversation as text, ready for the assistant's turn or not.
+
+        Raises:
+            UnsupportedFeature: there are calls of tools, and the template has no syntax for them.
+        """
+        messages = list(messages)
+        if self._tool_format is None and _are_about_tools(messages):
+            raise _no_tools()
         return self._filled_in(
             self._dicts(self._guarded(messages, sentinel)),
             sentinel,
@@ -186,15 +198,10 @@ class Chat:
     def _format(self, request: Request) -> ToolFormat:
         """The syntax the request names, else the template's own."""
         name = request.tool_format
-        if name is not None and name not in TOOL_FORMATS:
-            known = ", ".join(TOOL_FORMATS)
-            raise ProtocolError(f"unknown tool_format {name!r}; known are {known}")
         if name is not None and (self._tool_format is None or self._tool_format.name != name):
             return TOOL_FORMATS[name]
         if self._tool_format is None:
-            raise UnsupportedFeature(
-                "tools", "the model's chat template has none; tool_format can name a syntax"
-            )
+            raise _no_tools()
         return self._tool_format
 
     def _reasoning_tokens(self) -> list[str]:
@@ -207,6 +214,15 @@ class Chat:
         """A marker as a Lark expression; see `chat.tools.base.Marker`."""
         token = self._control.get(text)
         return quoted(text) if token is None else f"<[{token}]>"
+
+
+def _are_about_tools(messages: Iterable[Message]) -> bool:
+    return any(message.tool_calls or message.role == "tool" for message in messages)
+
+
+def _no_tools() -> UnsupportedFeature:
+    reason = "the model's chat template has none; tool_format can name a syntax"
+    return UnsupportedFeature("tools", reason)
 
 
 def _constraint(request: Request, after: str | None) -> Constraint | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -61,8 +63,8 @@ def plain_messages(
 
     The system turn, made if there is none, ends with the format's
     instructions when there are tools; calls and results become text.  The results of one turn
-    become one user turn, because many templates insist that user and assistant
-    take turns.
+    become one user turn, joined with a user turn that follows, because many templates insist
+    that user and assistant take turns.
     """
     turns: list[dict[str, object]] = []
     results: list[str] = []
@@ -73,9 +75,11 @@ def plain_messages(
         if message.role == "tool":
             results.append(tool_format.write_result(message))
             continue
-        if results:
+        if results and message.role == "user":
+            message = attrs.evolve(message, content="\n".join([*results, message.content]))
+        elif results:
             turns.append(_user(results))
-            results = []
+        results = []
         if index == 0 and message.role == "system" and instructions:
             turns[0]["content"] = f"{message.content}\n\n{instructions}".lstrip()
         else:

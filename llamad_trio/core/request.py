@@ -257,6 +257,8 @@ class Request:
             )
         if not self.uses_template and self.tools:
             raise ProtocolError("tools need the chat template, which a raw or token prompt skips")
+        if not self.tools and self.tool_choice not in {"auto", "none"}:
+            raise ProtocolError(f"tool_choice is {self.tool_choice!r}, but there are no tools")
         if self.prompt is None and (self.raw or not self.history):
             raise ProtocolError("without a prompt there must be a history to answer")
         if len(self._constraints) > 1:

@@ -148,6 +148,9 @@ class Compiler:
             ProtocolError: it does not compile, is unsafe, or no text satisfies it.
         """
         check_constraint(constraint)
+        if constraint.after is not None:
+            # By itself first: what comes before it can always be satisfied.
+            self.compile(attrs.evolve(constraint, after=None))
         with self._lock:
             tokenizer = self._tokenizer
         grammar = self._grammar(constraint)

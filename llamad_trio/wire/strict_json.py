@@ -32,8 +32,14 @@ def decode_object(line: bytes) -> dict[str, object]:
 
 
 def encode_line(reply: Mapping[str, object]) -> bytes:
-    """A reply as a line, its newline included."""
-    return msgspec.json.encode(reply) + b"\n"
+    """A reply as a line, its newline included.
+
+    Lone surrogates, which UTF-8 has not, become question marks.
+    """
+    try:
+        return msgspec.json.encode(reply) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(reply, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -232,6 +232,46 @@ def test_a_template_that_shows_no_tools_needs_a_format() -> None:
         turn(CHATML, Request("x", tools=[GET], tool_format="morse"))
 
 
+def test_calls_in_a_conversation_are_never_left_out() -> None:
+    for source, refused in ((CHATML, True), (HERMES, False)):
+        render = partial(
+            chat(source).render_messages, sentinel=S, limits=FULL, add_generation_prompt=True
+        )
+        for messages in (AFTER_A_CALL, AFTER_A_CALL[1:2], AFTER_A_CALL[2:]):
+            if refused:
+                with pytest.raises(UnsupportedFeature, match="tool_format"):
+                    render(messages)
+            else:
+                assert render(messages)
+        assert render(AFTER_A_CALL[:1])
+
+
+def test_results_and_the_prompt_after_them_are_one_turn_where_calls_are_text() -> None:
+    request = Request("and now?", history=AFTER_A_CALL, tool_format="hermes")
+    prompt = turn(CHATML, request).prompt
+    assert prompt.count("<|im_start|>user") == 2
+    assert "5" in prompt.rpartition("<|im_start|>user")[2]
+    assert "and now?<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [GET], "tool_choice": "none"}, {"raw": True}])
+def test_a_format_that_there_is_not_is_refused_with_tools_and_without(more: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match=r"morse.*hermes"):
+        turn(HERMES, Request("x", tool_format="morse", **more))
+
+
+def test_text_of_a_constraint_is_not_taken_for_reasoning() -> None:
+    asked = turn(THINKS, Request("x", regex="<think>ab"))
+    parser = asked.parser(map(str, count()).__next__)
+    parser.push("<think>ab")
+    parser.finish()
+    assert (parser.text, parser.reasoning) == ("<think>ab", None)
+    # Where the prompt leaves the block open, the constraint is of what comes after it.
+    opened = turn(THINKS, Request("x", regex="ab", template_vars={"think": "<think>"}))
+    assert opened.in_reasoning
+    assert opened.reasoning is not None
+
+
 def test_a_format_that_is_the_templates_own_changes_nothing() -> None:
     for request in (Request("x", tools=[GET]), Request(None, history=AFTER_A_CALL, tools=[GET])):
         named = attrs.evolve(request, tool_format="hermes")

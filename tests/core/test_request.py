@@ -415,3 +415,11 @@ def test_any_values_make_a_valid_request_or_a_protocol_error(fields: dict[str, A
     assert 0.0 <= request.temperature <= 2.0
     assert request.seed is None or 0 <= request.seed < 2**32
     assert all(request.stop)
+
+
+@pytest.mark.parametrize("choice", ["required", "get"])
+def test_a_choice_of_tools_there_are_not_is_refused(choice: str) -> None:
+    with pytest.raises(ProtocolError, match="no tools"):
+        Request("x", tool_choice=choice)
+    for harmless in ("auto", "none"):
+        assert Request("x", tool_choice=harmless).tool_choice == harmless

@@ -264,6 +264,30 @@ async def test_what_a_tool_raises_is_told_to_the_model() -> None:
         assert "no 5 here" in told
 
 
+async def test_what_the_tasks_of_a_tool_raise_is_told_to_the_model() -> None:
+    async def save() -> None:
+        async def fail(error: Exception) -> None:
+            raise error
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fail, ValueError("the disk is full"))
+            nursery.start_soon(fail, KeyError("name"))
+
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def mumble() -> None:
+        raise Unspeakable
+
+    script = Script(calling(("save", {})), calling(("mumble", {})))
+    async with script.engine() as engine:
+        run = await run_tools(engine, "x", tools=[save, mumble])
+    told = [message.content for message in run.history if message.role == "tool"]
+    assert "ValueError: the disk is full" in told[0]
+    assert told[1] == "error: Unspeakable"
+
+
 async def test_one_tool_that_fails_leaves_the_others_to_end() -> None:
     failed = trio.Event()
 
@@ -625,7 +649,7 @@ async def test_a_real_model_calls_and_is_told(engine: Engine) -> None:
 
     run = await run_tools(
         engine,
-        Request("Ring the bell.", tools=[ring], tool_format="hermes", max_tokens=48),
+        Request("Ring the bell.", tools=[ring], tool_format="hermes", max_tokens=32),
         tool_choice="required",
         parallel_tool_calls=False,
         temperature=0,

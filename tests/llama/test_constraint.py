@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
 import numpy as np
 import pytest
 
@@ -127,6 +128,24 @@ def test_a_constraint_can_begin_after_a_control_token(compiler: Compiler, model:
     assert matcher.accept([token])
     assert accept(matcher, model, "xy")
     assert matcher.is_complete
+
+
+@pytest.mark.parametrize("after", [None, "</think>"])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint("regex", r"[a&&b]"),
+        Constraint("regex", r"a[^\s\S]"),
+        Constraint("lark", "start: X\nX: /a/ & /b/"),
+        Constraint("lark", "start: @body"),
+    ],
+    ids=lambda value: getattr(value, "source", value),
+)
+def test_what_no_text_satisfies_is_refused_wherever_it_begins(
+    compiler: Compiler, constraint: Constraint, after: str | None
+) -> None:
+    with pytest.raises(ProtocolError):
+        compiler.compile(attrs.evolve(constraint, after=after))
 
 
 @pytest.mark.parametrize("source", ["a{2}/b", r"a\/b", r"[/]\\/"])

@@ -389,3 +389,11 @@ def test_an_error_whose_fields_make_no_text_is_told_by_its_text(details: Json) -
     error = error_from({"error": "why", "type": "InsufficientMemory", "details": details})
     assert isinstance(error, InferenceError)
     assert error.reason == "why"
+
+
+@pytest.mark.parametrize("kind", [InferenceError, ProtocolError])
+def test_what_utf_8_cannot_write_is_told_as_far_as_it_can_be(kind: type[LlamadError]) -> None:
+    line = encode_line(error_reply(kind("why \ud800?"), is_original=False))
+    error = error_from(json.loads(line.decode()))
+    assert type(error) is kind
+    assert "why ??" in str(error)
