@@ -117,7 +117,7 @@ def test_every_method_gives_what_the_engines_does(tiny_path: Path) -> None:
 
 
 def test_it_has_every_member_of_an_engine() -> None:
-    for name in vars(EngineLike):
+    for name in vars(EngineLike).keys() - {"events"}:
         assert hasattr(aio.AsyncEngine, name) or name.startswith("_")
 
 

@@ -127,7 +127,8 @@ def test_every_method_gives_what_the_engines_does(tiny_path: Path) -> None:
 
 
 def test_it_has_every_member_of_an_engine() -> None:
-    for name in vars(EngineLike):
+    # But for events: who follows them does so in the Trio run, which the opener can start.
+    for name in vars(EngineLike).keys() - {"events"}:
         assert hasattr(blocking.BlockingEngine, name) or name.startswith("_")
 
 
