@@ -221,12 +221,14 @@ async def test_who_waits_when_a_model_is_unloaded_has_it_loaded_again(
 ) -> None:
     specs = {"a": EngineSpec("a", load="lazy")}
     for _ in range(20):  # Trio runs tasks in any order
-        async with open_scripted_models({"a": "hello"}, specs) as models:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(models.complete, "x")
-                nursery.start_soon(models.unload, "a")
-                nursery.start_soon(models.complete, "x")
-                nursery.start_soon(models.unload, "a")
+        async with (
+            open_scripted_models({"a": "hello"}, specs) as models,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(models.complete, "x")
+            nursery.start_soon(models.unload, "a")
+            nursery.start_soon(models.complete, "x")
+            nursery.start_soon(models.unload, "a")
 
 
 async def test_unload_stops_a_load(autojump_clock: MockClock) -> None:

@@ -6,7 +6,7 @@ import datetime as dt
 import enum
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import attrs
@@ -228,6 +228,22 @@ def keywords(**kwargs: int) -> None: ...
 def positional(x: int, /) -> None: ...
 
 
+def counting(n: int) -> Iterator[int]:
+    yield n
+
+
+async def arriving(n: int) -> AsyncIterator[int]:
+    yield n
+
+
+class Feed:
+    def read(self, n: int) -> Iterator[int]:
+        yield n
+
+    def __call__(self, n: int) -> Iterator[int]:
+        yield n
+
+
 def schemaless(x: Callable[[], int]) -> None: ...
 
 
@@ -243,6 +259,11 @@ def nowhere(x: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
         (positional, "positional: 'x' is positional-only"),
         (schemaless, "schemaless.x: the type Callable"),
         (nowhere, "nowhere: its type hints cannot be read: name 'Nowhere' is not defined"),
+        (counting, "counting is a generator function"),
+        (arriving, "arriving is a generator function"),
+        (functools.partial(counting, n=1), "counting is a generator function"),
+        (Feed().read, "read is a generator function"),
+        (Feed(), "Feed is a generator function"),
         (lambda: 1, "a lambda has no type hints"),
         (Place, "Place is a class"),
         (print, "print: "),
@@ -254,6 +275,24 @@ def test_what_cannot_be_a_tool_is_refused_by_name(item: Any, message: str) -> No
         tool_from(item)
 
     assert message in caught.value.reason
+
+
+def test_what_a_function_returns_may_have_a_name_unknown_when_it_runs() -> None:
+    def known(a: int) -> Unknown:  # type: ignore[name-defined]  # noqa: F821
+        return a
+
+    class Known:
+        def __call__(self, a: int) -> Unknown:  # type: ignore[name-defined]  # noqa: F821
+            return a
+
+    @functools.wraps(known)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return known(*args, **kwargs)
+
+    for item in (known, wrapped, Known(), Known().__call__, functools.partial(known)):
+        tool = tool_from(item)
+        assert properties(tool) == {"a": {"type": "integer"}}
+        assert call_arguments(tool, {"a": 1}) == {"a": 1}
 
 
 def test_arguments_are_structured() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -24,6 +23,7 @@ from llamad_trio.core.events import (
     ToolCallStart,
 )
 from llamad_trio.core.tools import ToolCall
+from tests.effort import assert_linear
 
 THINK = ReasoningTags("<think>", "</think>")
 HERMES = TOOL_FORMATS["hermes"]
@@ -277,18 +277,33 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     assert parser.unfinished == '<tool_call>\n{"name": "f", "arguments": {"a": [12]'
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"name": "f",<', '{"a": "', " "])
-def test_the_cost_is_linear(unit: str, in_pieces: bool) -> None:
-    def seconds(n_units: int) -> float:
-        text = '<tool_call>{"name": "f", "arguments": ' + unit * n_units
-        pieces = list(text) if in_pieces else [text]
-        start = time.process_time()
-        parse(pieces, HERMES, THINK)
-        return time.process_time() - start
+CALL_BEGUN = '<tool_call>{"name": "f", "arguments": '
 
-    # Quadratic cost would take 64 times as long.
-    assert seconds(4000) < 24 * max(seconds(500), 0.002)
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "unit"),
+    [
+        (CALL_BEGUN, "<tool_call>"),
+        (CALL_BEGUN, '<tool_call>{"name": "f",<'),
+        (CALL_BEGUN, '{"a": "'),
+        (CALL_BEGUN, " "),
+        ("text", " "),
+        ("<think>thought", " "),
+    ],
+)
+def test_the_cost_is_linear(begin: str, unit: str, in_pieces: bool) -> None:
+    def pieces(n: int) -> list[str]:
+        text = begin + n // len(unit) * unit
+        return list(text) if in_pieces else [text]
+
+    def read(pieces: list[str]) -> None:
+        parser = ReplyParser(THINK, tool_format=HERMES)
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+
+    assert_linear(read, pieces, 500, copies=True)
 
 
 def test_ids_are_what_mistral_insists_on() -> None:

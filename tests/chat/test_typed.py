@@ -8,7 +8,9 @@ import datetime as dt
 import decimal
 import enum
 import json
+import re
 import sys
+import types
 import typing
 import uuid
 from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, NotRequired, TypedDict
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 
 from llamad_trio.chat.typed import describe, schema_of, structure
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.schema_vetting import vet_schema
 
 T = typing.TypeVar("T")
 U = typing.TypeVar("U")
@@ -194,6 +197,7 @@ CASES: list[tuple[object, object, object]] = [
     (abc.Mapping[str, int], {"a": 1}, {"a": 1}),
     (dict[int, str], {-1: "a"}, {"-1": "a"}),
     (dict[Color, int], {Color.RED: 1}, {"red": 1}),
+    (dict[dt.date, int], {dt.date(2024, 2, 29): 1}, {"2024-02-29": 1}),
     (dict[Literal["a", "b"], int], {"b": 1}, {"b": 1}),
     (dict[Annotated[str, META(pattern="^[a-z]$")], int], {"b": 1}, {"b": 1}),
     (Literal["a", 1, None, True], True, True),  # noqa: PYI061
@@ -363,10 +367,6 @@ def instances(schema: Any, definitions: dict[str, Any], depth: int = 0) -> st.Se
             return st.dictionaries(keys, inner(values), min_size=least, max_size=2)
     assert schema["type"] == "string"
     match schema:
-        case {"format": "date"}:
-            return st.dates().map(dt.date.isoformat)
-        case {"format": "date-time"}:
-            return st.datetimes(timezones=st.just(dt.UTC)).map(dt.datetime.isoformat)
         case {"format": "uuid"}:
             return st.uuids().map(str)
         case {"pattern": pattern}:
@@ -401,17 +401,153 @@ def test_all_that_a_schema_allows_can_be_structured(kind: object, chosen: st.Dat
     data = chosen.draw(instances(schema, schema.get("$defs", {})))
 
     jsonschema.validate(data, schema)
+    structure(data, kind)
+
+
+def allows(kind: object, text: str) -> bool:
+    """Whether a model could write this JSON for the type."""
+    matcher = llguidance.LLMatcher(TOKENIZER, grammar(schema_of(kind)))
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+NAIVE = Annotated[dt.datetime, META(tz=False)]
+ZONED_TIME = Annotated[dt.time, META(tz=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (dt.datetime, "0001-01-01T00:00:00+23:59"),
+        (dt.datetime, "9999-12-31T23:59:59.999999-23:59"),
+        (dt.datetime, "2024-05-01T12:30:59.5Z"),
+        (NAIVE, "0001-01-01T00:00:00"),
+        (dt.date, "2024-02-29"),
+        (ZONED_TIME, "23:59:59.123456+05:30"),
+        (ZONED_TIME, "00:00:00Z"),
+        (dt.time, "23:59:59"),
+    ],
+    ids=case_name,
+)
+def test_dates_and_times_that_python_has_can_be_written(kind: object, text: str) -> None:
+    assert allows(kind, json.dumps(text))
+    assert str(structure(text, kind)).startswith(text[:4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (dt.datetime, "2024-05-01T12:30:60Z"),
+        (dt.datetime, "0000-01-01T00:00:00Z"),
+        (dt.datetime, "2023-02-29T00:00:00Z"),
+        (dt.datetime, "2024-05-01T24:00:00Z"),
+        (dt.datetime, "2024-05-01T12:30:00+24:00"),
+        (dt.datetime, "9999-12-31T23:59:59.9999999Z"),
+        (NAIVE, "0000-01-01T00:00:00"),
+        (NAIVE, "1900-02-29T00:00:00"),
+        (dt.date, "0000-01-01"),
+        (dt.date, "2023-02-29"),
+        (ZONED_TIME, "12:30:60Z"),
+        (ZONED_TIME, "12:30:00+24:00"),
+        (dt.time, "12:30:60"),
+    ],
+    ids=case_name,
+)
+def test_dates_and_times_that_python_lacks_cannot_be_written(kind: object, text: str) -> None:
+    with pytest.raises(ValueError, match="RFC3339"):
+        structure(text, kind)
+    assert not allows(kind, json.dumps(text))
+
+
+def is_a_date(text: str) -> bool:
     try:
-        structure(data, kind)
-    except ValueError as error:
-        # The calendar: years before the first, and 29 February in most of the others.
-        assert "RFC3339" in str(error), error  # noqa: PT017
-        assert "T" in json.dumps(data), error  # noqa: PT017
+        dt.date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def test_the_pattern_of_dates_is_the_calendar() -> None:
+    schema: Any = schema_of(dt.date)
+    days = [f"{year:04}-02-{day}" for year in range(10_000) for day in (28, 29)]
+    for year in (0, 1, 1999, 2000):
+        days += [f"{year:04}-{m:02}-{d:02}" for m in range(20) for d in range(40)]
+
+    pattern = re.compile(schema["pattern"])
+    assert [day for day in days if bool(pattern.search(day)) != is_a_date(day)] == []
+
+
+def test_pydantic_dates_are_of_the_calendar() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model: Any = pydantic.create_model(
+        "When", a=(dt.datetime, ...), b=(dt.date, ...), c=(dt.time, ...), d=(dt.timedelta, ...)
+    )
+    good = {"a": "0001-01-01T00:00:00+23:59", "b": "2000-02-29", "c": "23:59:59Z", "d": "-P1DT2.5S"}
+
+    assert allows(model, json.dumps(good))
+    structure(good, model)
+    for key, text in {
+        "a": "2024-05-01T12:30:60Z",
+        "b": "0000-01-01",
+        "c": "12:30:60Z",
+    }.items():
+        data = {**good, key: text}
+        with pytest.raises(ValueError, match=f"^{key}: "):
+            structure(data, model)
+        assert not allows(model, json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["1e400", "-1e400", "1" * 310])
+@pytest.mark.parametrize("kind", [float, Annotated[float, "how much"], float | None])
+def test_a_number_too_large_for_a_float_is_an_error_and_not_infinite(
+    kind: object, text: str
+) -> None:
+    assert allows(kind, text)
+    with pytest.raises(ValueError, match=r"^\[x\]: .*number out of range"):
+        structure({"x": json.loads(text)}, dict[str, kind])  # type: ignore[valid-type]
+
+
+def test_a_number_too_large_for_a_float_is_an_error_in_pydantic_models() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    model: Any = pydantic.create_model("Weight", grams=(float, ...))
+
+    with pytest.raises(ValueError, match=r"(?i)out of range"):
+        structure({"grams": json.loads("1e400")}, model)
+
+
+class Sign(enum.Enum):
+    MINUS = -0.0
+    TWO = 2.0
+    HALF = 0.5
+
+
+@attrs.frozen
+class Doubled:
+    factor: Literal[Sign.TWO]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (Sign, "-0", Sign.MINUS),
+        (Sign, "2", Sign.TWO),
+        (Sign, "0.5", Sign.HALF),
+        (Doubled | Leaf, '{"factor": 2}', Doubled(Sign.TWO)),
+    ],
+    ids=case_name,
+)
+def test_floats_of_enums_are_found_as_they_are_written(
+    kind: object, text: str, value: object
+) -> None:
+    assert allows(kind, text)
+    assert structure(json.loads(text), kind) == value
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=case_name)
 def test_a_schema_is_one_that_llguidance_compiles(kind: object) -> None:
     assert llguidance.LLMatcher.validate_grammar(grammar(schema_of(kind)), TOKENIZER) == ""
+    vet_schema(schema_of(kind))
 
 
 @pytest.mark.parametrize(
@@ -744,3 +880,37 @@ def test_pydantic_models_may_hold_themselves() -> None:
         assert llguidance.LLMatcher.validate_grammar(grammar(schema_of(kind)), TOKENIZER) == ""
     made: Any = structure([{"next": {"next": None}}], list[model])
     assert made[0].next.next is None
+
+
+def test_pydantic_keys_are_constrained_or_refused() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    text = Annotated[str, pydantic.AfterValidator(str.strip)]
+    short = Annotated[str, pydantic.StringConstraints(max_length=2)]
+    number = enum.IntEnum("number", {"ONE": 1})
+
+    for key, data in [
+        (str, {"a": 1}),
+        (text, {"a": 1}),
+        (Any, {"a": 1}),
+        (Literal["a", "b"], {"b": 1}),
+        (Color, {"red": 1}),
+        (dt.date, {"2024-02-29": 1}),
+    ]:
+        model: Any = pydantic.create_model("Counts", x=(types.GenericAlias(dict, (key, int)), ...))
+        assert allows(model, json.dumps({"x": data})), key
+        structure({"x": data}, model)
+    assert not allows(
+        pydantic.create_model("Days", x=(dict[dt.date, int], ...)), '{"x": {"2023-02-29": 1}}'
+    )
+
+    for key in (int, float, bool, str | int, short, number, uuid.UUID):
+        inner: Any = pydantic.create_model("Inner", x=(types.GenericAlias(dict, (key, int)), ...))
+        outer: Any = pydantic.create_model("Outer", y=(list[inner] | None, None))
+        for kind in (
+            inner,
+            outer,
+            list[inner],
+            pydantic.RootModel[types.GenericAlias(dict, (key, int))],
+        ):
+            with pytest.raises(ProtocolError, match="keys of"):
+                schema_of(kind)

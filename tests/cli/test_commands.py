@@ -29,18 +29,18 @@ def run(
 
 
 def test_complete_prints_the_text_and_stats(smollm2_path: Path) -> None:
-    args = ("complete", "Say hello", "-m", str(smollm2_path), "--seed", "1", "-n", "12")
+    args = ("complete", "Say hello", "-m", str(smollm2_path), "--seed", "1", "-n", "6")
     plain = run(*args, "--stats")
     assert plain.returncode == 0
     assert plain.stdout.strip()
     assert b"prompt tokens" in plain.stderr
     as_json = json.loads(run(*args, "--json").stdout)
     assert as_json["text"].strip() == plain.stdout.decode().strip()
-    assert as_json["generated_tokens"] <= 12
+    assert as_json["generated_tokens"] <= 6
 
 
-def test_the_prompt_can_be_piped(smollm2_path: Path) -> None:
-    args = ("complete", "-m", str(smollm2_path), "--seed", "1", "-n", "8", "--json")
+def test_the_prompt_can_be_piped(tiny_model: TinyModels) -> None:
+    args = ("complete", "-m", str(tiny_model("attention")), "--seed", "1", "-n", "8", "--json")
     piped = json.loads(run(*args, stdin="Say hello").stdout)
     given = json.loads(run(*args, "Say hello").stdout)
     assert piped["text"] == given["text"]
@@ -72,13 +72,14 @@ def test_a_prompt_that_is_no_text_is_one_line(tiny_model: TinyModels) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_ctrl_c_stops_at_once_with_130(smollm2_path: Path) -> None:
-    args = ["complete", "Count to a million", "-m", str(smollm2_path), "-n", "4000", "--raw"]
+def test_ctrl_c_stops_at_once_with_130(tiny_model: TinyModels) -> None:
+    model = str(tiny_model("attention", n_ctx_train=100_000))
+    args = ["complete", "the cat", "-m", model, "-n", "90000", "--raw"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "llamad_trio", *args, "--temperature", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "LLAMAD_N_THREADS": "1"},
+        env={**os.environ, "LLAMAD_N_THREADS": "1", "LLAMAD_N_CTX": "100000"},
     )
     assert process.stdout is not None
     assert process.stdout.read(1)  # it is generating
@@ -88,13 +89,14 @@ def test_ctrl_c_stops_at_once_with_130(smollm2_path: Path) -> None:
     assert errors.strip() == b""
 
 
-def test_a_reader_that_leaves_ends_it_quietly(smollm2_path: Path) -> None:
-    args = ["complete", "Count", "-m", str(smollm2_path), "-n", "4000", "--raw", "-t", "2"]
+def test_a_reader_that_leaves_ends_it_quietly(tiny_model: TinyModels) -> None:
+    model = str(tiny_model("attention", n_ctx_train=100_000))
+    args = ["complete", "the cat", "-m", model, "-n", "90000", "--raw"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "llamad_trio", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "LLAMAD_N_THREADS": "1"},
+        env={**os.environ, "LLAMAD_N_THREADS": "1", "LLAMAD_N_CTX": "100000"},
     )
     assert process.stdout is not None
     assert process.stderr is not None

@@ -6,7 +6,7 @@ That the result means the same is tested against llama.cpp in tests/llama.
 from __future__ import annotations
 
 import re
-import time
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 from llamad_trio.core import gbnf_lark
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.gbnf_lark import gbnf_to_lark
+from tests.effort import assert_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NON_EMPTY = " & /(?s:.)+/"
 
@@ -108,30 +112,69 @@ def test_a_large_grammar_is_cut_into_rules() -> None:
 
 
 RECURSIVE = 'root ::= "(" root ")" | '
-LARGE = {
-    "literals": RECURSIVE + '"a" ' * 24_000,
-    "alternatives": RECURSIVE + '"a"|' * 24_000 + '"b"',
-    "a class": RECURSIVE + "[" + "".join(map(chr, range(0x10000, 0x10FA0, 2))) + "]+ root?",
-    "words that meet": RECURSIVE + "|".join(f'"w{i:x}" root?' for i in range(1_500)),
-    "words that run on": RECURSIVE
-    + "|".join(f'"{"ab" * (1 + i % 7)}{i:x}" root? "ab"' for i in range(3_000)),
-    "classes": RECURSIVE + " ".join(f"[a-z{chr(0x4E00 + i)}]+ root?" for i in range(1_800)),
-    "repetitions": RECURSIVE + " ".join(["[a-z]+ [a-z0-9]*"] * 3_000),
-    "counts": 'root ::= [a-z]{0,2000} x{400} | "(" root ")"\nx ::= [a-c] [a-d]',
+# Of any size, and how large each is tried.
+LARGE: dict[str, tuple[Callable[[int], str], int]] = {
+    "literals": (lambda n: RECURSIVE + '"a" ' * n, 24_000),
+    "alternatives": (lambda n: RECURSIVE + '"a"|' * n + '"b"', 24_000),
+    "a class": (
+        lambda n: RECURSIVE + f"[{''.join(map(chr, range(0x10000, 0x10000 + 2 * n, 2)))}]+ root?",
+        2_000,
+    ),
+    "words that meet": (
+        lambda n: RECURSIVE + "|".join(f'"w{i:x}" root?' for i in range(n)),
+        1_500,
+    ),
+    "words that run on": (
+        lambda n: RECURSIVE + "|".join(f'"{"ab" * (1 + i % 7)}{i:x}" root? "ab"' for i in range(n)),
+        3_000,
+    ),
+    "classes": (
+        lambda n: RECURSIVE + " ".join(f"[a-z{chr(0x4E00 + i)}]+ root?" for i in range(n)),
+        1_800,
+    ),
+    "repetitions": (lambda n: RECURSIVE + " ".join(["[a-z]+ [a-z0-9]*"] * n), 3_000),
+    "counts": (
+        lambda n: f'root ::= [a-z]{{0,{5 * n}}} x{{{n}}} | "(" root ")"\nx ::= [a-c] [a-d]',
+        400,
+    ),
+    "a long way": (
+        lambda n: (
+            "root ::= r0\n"
+            + "".join(f'r{i} ::= "a" r{i + 1} "b" | "c" root "d"\n' for i in range(n))
+            + f'r{n} ::= "x"'
+        ),
+        190,
+    ),
+}
+DEEP = {
     "nested": "root ::= " + '("a" | "b" root? ' * 30 + '"c"' + ")+?" * 30,
     "optional": "root ::= " + '("a" | "b" ' * 30 + '"c"' + ")+?" * 30,
     "empty": "root ::= " + "(" * 30 + '"c"' + ")*" + ")?" * 29,
-    "a long way": "root ::= r0\n"
-    + "".join(f'r{i} ::= "a" r{i + 1} "b" | "c" root "d"\n' for i in range(190))
-    + 'r190 ::= "x"',
 }
 
 
+@pytest.mark.parametrize(
+    "source",
+    [*(source_of(n) for source_of, n in LARGE.values()), *DEEP.values()],
+    ids=[*LARGE, *DEEP],
+)
+def test_large_grammars_are_converted(source: str) -> None:
+    assert gbnf_to_lark(source).startswith("start: ")
+
+
 @pytest.mark.parametrize("name", LARGE)
-def test_large_grammars_are_converted_in_good_time(name: str) -> None:
-    started = time.process_time()
-    gbnf_to_lark(LARGE[name])
-    assert time.process_time() - started < 3
+def test_the_effort_is_linear_in_the_source_and_in_its_limit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_size(n: int) -> tuple[int, str]:
+        return 20 * n, LARGE[name][0](n)
+
+    def convert(limit_and_source: tuple[int, str]) -> None:
+        limit, source = limit_and_source
+        monkeypatch.setattr(gbnf_lark, "MAX_EFFORT", limit)
+        gbnf_to_lark(source)
+
+    assert_linear(convert, of_size, 30)
 
 
 @pytest.mark.parametrize(

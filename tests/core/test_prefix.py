@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from llamad_trio.core.prefix import PrefixTree, common_length
 
@@ -88,7 +95,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixTree = PrefixMachine.TestCase
-TestPrefixTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_tree_agrees_with_a_list_at_length() -> None:
+    run_state_machine_as_test(
+        PrefixMachine, settings=settings(max_examples=2_000, stateful_step_count=60, deadline=None)
+    )
 
 
 @given(TOKENS, TOKENS, st.integers(0, 8))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +30,6 @@ from tests.daemon.support import (
     wait_for,
 )
 from tests.models import TinyModels
-
-SOON_S = 5.0
-"""What is measured in tens of milliseconds, on a machine that has much else to do."""
 
 LONG: Json = {"prompt": "the cat", "max_tokens": 90_000}
 """A request that no test waits for the end of."""
@@ -307,16 +304,17 @@ def test_kill_9_of_a_client_that_is_answered_frees_its_slot(daemon: Daemon, stre
     with other_process(daemon, {**LONG, "stream": stream}, does) as process:
         wait_for(lambda: daemon.stats()["slots"]["free"] == 3)
         process.kill()
-        assert wait_for(daemon.is_idle) < SOON_S
+        wait_for(daemon.is_idle)
     assert daemon.stats()["requests"]["cancelled"] == cancelled + 1
 
 
 def test_kill_9_of_a_client_whose_prompt_is_read_frees_its_slot(daemon: Daemon) -> None:
-    # Far more work than is waited for.
+    cancelled = daemon.stats()["requests"]["cancelled"]
     with other_process(daemon, {"tokens": [50] * 60_000, "max_tokens": 1}, "waits") as process:
         wait_for(lambda: daemon.stats()["slots"]["prefill"] == 1)
         process.kill()
-        assert wait_for(daemon.is_idle) < SOON_S
+        wait_for(daemon.is_idle)
+    assert daemon.stats()["requests"]["cancelled"] == cancelled + 1
     assert daemon.reply(ASKED)["generated_tokens"] == 20
 
 
@@ -326,7 +324,7 @@ def test_kill_9_of_a_client_that_waits_leaves_the_queue(daemon: Daemon) -> None:
         with other_process(daemon, LONG, "waits") as process:
             wait_for(lambda: daemon.stats()["queued"] == 1)
             process.kill()
-            assert wait_for(lambda: daemon.stats()["queued"] == 0) < SOON_S
+            wait_for(lambda: daemon.stats()["queued"] == 0)
         assert all("token" in stream.reply() for stream in streams)
     wait_for(daemon.is_idle)
 
@@ -394,7 +392,7 @@ def test_a_signal_ends_it_in_order_in_the_midst_of_everything(
         waiting.sendall(as_line({**LONG, "id": 1}))
         wait_for(lambda: daemon.stats()["queued"] == 1)
         daemon.signal(number)
-        assert daemon.wait(SOON_S) == 0
+        assert daemon.wait() == 0
         assert not is_there(sock)
         assert not is_there(sock.with_name(f"{sock.name}.lock"))
         assert stream.last() == STOPPING
@@ -413,10 +411,18 @@ def test_a_signal_in_the_midst_of_the_load_ends_it_in_order(
         maps = Path(f"/proc/{daemon.pid}/maps")
         wait_for(lambda: model.name in maps.read_text())  # the first of them
         daemon.signal(number)
-        assert daemon.wait(SOON_S) == 0
+        assert daemon.wait() == 0
         assert "listening" not in daemon.log
         assert "Traceback" not in daemon.log
     assert not is_there(sock)
+
+
+def ended_within(daemon: Daemon, seconds: float) -> bool:
+    try:
+        daemon.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("numbers", [(2, 2), (15, 15), (2, 15), (15, 2)])
@@ -426,9 +432,8 @@ def test_a_second_signal_does_no_more_than_the_first(
     with own_daemon(sock, model) as daemon, streaming(daemon):
         for number in numbers:
             daemon.signal(signal.Signals(number))
-        with suppress(ProcessLookupError):
-            while daemon.process.poll() is None:  # at every moment of its end
-                daemon.signal(signal.Signals(numbers[1]))
+        while not ended_within(daemon, 0.005):  # whatever it is doing by then
+            daemon.signal(signal.Signals(numbers[1]))
         assert daemon.wait() == 0
     assert not is_there(sock)
 

@@ -434,7 +434,7 @@ def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
 # -- racing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_daemons", "n_rounds"), [(2, 40), (20, 10)])
+@pytest.mark.parametrize(("n_daemons", "n_rounds"), [(2, 20), (20, 4)])
 def test_one_of_several_racing_daemons_wins(path: Path, n_daemons: int, n_rounds: int) -> None:
     refused = ["another daemon is using it"] * (n_daemons - 1)
     rounds = output_of(race, path, n_daemons, n_rounds)

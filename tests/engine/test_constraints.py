@@ -75,9 +75,8 @@ async def test_random_text_is_of_the_constraint(can_end_path: Path, kind: str) -
     assert finished >= 12
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-async def test_a_real_model_writes_what_is_asked_for(engine: Engine, temperature: float) -> None:
-    fields: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 60}
+async def test_a_real_model_writes_what_is_asked_for(engine: Engine) -> None:
+    fields: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 60}
     person = await engine.complete("Describe a person.", json_schema=PERSON, **fields)
     assert person.finish_reason == "stop"
     assert is_person(person.text)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -304,11 +303,8 @@ async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> 
     (pid,) = map(int, (await parent.stdout.receive_some()).split())
     assert exists(pid)
     parent.kill()
-    killed_at = time.monotonic()
     await parent.wait()
     await until(lambda: not exists(pid))
-    # Promised is a second; a busy machine may take longer to run those who have to end.
-    assert time.monotonic() - killed_at < 10
 
 
 async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(

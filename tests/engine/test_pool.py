@@ -46,11 +46,11 @@ async def complete_all(engine: Engine, requests: list[Request]) -> list[str]:
 async def test_preempted_requests_say_what_they_would_have_said_alone(
     smollm2_path: Path,
 ) -> None:
-    requests = [Request(p, raw=True, max_tokens=24, temperature=0) for p in SURE_PROMPTS]
+    requests = [Request(p, raw=True, max_tokens=12, temperature=0) for p in SURE_PROMPTS]
     async with open_engine(smollm2_path, ONE_THREAD, n_ctx=256) as engine:
         alone = [await engine.complete_text(request) for request in requests]
         assert engine.stats().preemptions == 0
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=128) as engine:
+    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=96) as engine:
         assert await complete_all(engine, requests) == alone
         assert engine.stats().preemptions > 0
         await until_idle(engine)

@@ -51,21 +51,16 @@ async def exact(tiny_path: Path) -> AsyncIterator[Engine]:
 # -- what comes out -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompt", "raw", "options", "best"),
-    [
+async def test_the_sensible_option_wins(engine: Engine) -> None:
+    for prompt, raw, options, best in (
         (QUESTION, False, ["London", "Paris", "Berlin"], "Paris"),
         ("The capital of France is", True, [" London", " Paris", " a banana"], " Paris"),
         (SURE_PROMPTS[0], True, [" 7", " 8", " 9"], " 9"),
         ("The quick brown fox jumps over the lazy", True, [" dog", " cat", " sea"], " dog"),
-    ],
-)
-async def test_the_sensible_option_wins(
-    engine: Engine, prompt: str, raw: bool, options: list[str], best: str
-) -> None:
-    choice = await engine.choose(prompt, options, raw=raw)
-    assert choice.text == options[choice.index] == best
-    assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.5
+    ):
+        choice = await engine.choose(prompt, options, raw=raw)
+        assert choice.text == options[choice.index] == best
+        assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.5
 
 
 async def test_probabilities_are_in_the_order_of_the_options_and_add_up_to_1(
@@ -94,17 +89,17 @@ async def test_options_too_unlikely_for_a_float_still_have_a_winner(exact: Engin
     assert sum(choice.probabilities) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("text", [" Paris", " the city of Paris, in the north", " 42"])
 async def test_a_score_is_the_sum_of_the_logprobs_of_the_text_when_it_is_forced(
-    engine: Engine, text: str
+    engine: Engine,
 ) -> None:
     asked = Request("The capital of France is", raw=True, temperature=0)
-    forced = await engine.complete(asked, regex=re.escape(text), logprobs=0)
-    assert forced.text == text
-    assert forced.logprobs is not None
-    assert [told.token for told in forced.logprobs] == await engine.tokenize(text)
-    (score,) = await engine.score(asked, [text])
-    assert score == pytest.approx(sum(told.logprob for told in forced.logprobs), abs=ROUGH)
+    for text in (" Paris", " the city of Paris, in the north", " 42"):
+        forced = await engine.complete(asked, regex=re.escape(text), logprobs=0)
+        assert forced.text == text
+        assert forced.logprobs is not None
+        assert [told.token for told in forced.logprobs] == await engine.tokenize(text)
+        (score,) = await engine.score(asked, [text])
+        assert score == pytest.approx(sum(told.logprob for told in forced.logprobs), abs=ROUGH)
 
 
 async def test_scores_of_one_token_are_the_logprobs_in_its_place(exact: Engine) -> None:
@@ -159,25 +154,22 @@ async def test_the_same_text_has_the_same_score(exact: Engine) -> None:
 # -- where text and continuation meet within a token ----------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompt", "continuation"),
-    [
+async def test_a_probability_is_at_most_1_where_a_token_goes_over_the_seam(
+    engine: Engine,
+) -> None:
+    for prompt, continuation in (
         ("The cap", "ital"),
         ("The capital of Fr", "ance"),
         ("She said hel", "lo"),
         ("1 + 1 = 1", "1"),
-    ],
-)
-async def test_a_probability_is_at_most_1_where_a_token_goes_over_the_seam(
-    engine: Engine, prompt: str, continuation: str
-) -> None:
-    cut, odd, longer = await engine.score(
-        prompt, [continuation, "qzx", continuation + " and the"], raw=True
-    )
-    assert longer <= cut <= 0
-    assert odd < cut
-    alone = (await engine.score(prompt, [continuation], raw=True))[0]
-    assert alone == pytest.approx(cut, abs=ROUGH)
+    ):
+        cut, odd, longer = await engine.score(
+            prompt, [continuation, "qzx", continuation + " and the"], raw=True
+        )
+        assert longer <= cut <= 0
+        assert odd < cut
+        alone = (await engine.score(prompt, [continuation], raw=True))[0]
+        assert alone == pytest.approx(cut, abs=ROUGH)
 
 
 async def test_a_word_that_is_begun_is_completed_sensibly(engine: Engine) -> None:

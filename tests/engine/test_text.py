@@ -48,12 +48,10 @@ async def test_rendering_writes_out_what_is_sent(tiny: Engine) -> None:
     assert await tiny.render(Request(tokens)) == "the cat"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "the cat", " two  spaces ", "naïve 猫 👩\u200d👩\u200d👧", "a\n\tb", "long " * 1000],
-)
-async def test_text_comes_back_from_its_tokens(engine: Engine, text: str) -> None:
-    assert await engine.detokenize(await engine.tokenize(text)) == text
+async def test_text_comes_back_from_its_tokens(engine: Engine) -> None:
+    emoji = "👩\u200d👩\u200d👧"
+    for text in ("", "the cat", " two  spaces ", f"naïve 猫 {emoji}", "a\n\tb", "long " * 1000):
+        assert await engine.detokenize(await engine.tokenize(text)) == text
 
 
 async def test_control_tokens_are_text_unless_they_are_asked_for(engine: Engine) -> None:

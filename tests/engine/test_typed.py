@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import enum
 import json
 from contextlib import suppress
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 class Mood(enum.Enum):
     GOOD = "good"
     BAD = "bad"
+
+
+class Whole(enum.Enum):
+    ONE = 1.0
+    TWO = 2.0
 
 
 @attrs.frozen
@@ -90,6 +96,8 @@ JSON_OF: list[tuple[object, str, object]] = [
     (Mood, '"good"', Mood.GOOD),
     (Literal["yes", "no"], '"no"', "no"),
     (int, "-5", -5),
+    (dt.datetime, '"2024-05-01T12:30:59Z"', dt.datetime(2024, 5, 1, 12, 30, 59, tzinfo=dt.UTC)),
+    (Whole, "2", Whole.TWO),
     (float, "2.5", 2.5),
     (bool, "true", True),
     (str, '"caf\u00e9 \U0001f408"', "caf\u00e9 \U0001f408"),
@@ -186,6 +194,12 @@ async def test_a_real_model_that_is_cut_off_says_so(engine: Engine) -> None:
 async def test_json_that_ends_just_before_the_limit_is_whole() -> None:
     async with open_scripted_engine("[1]") as engine:
         assert (await engine.complete("x", into=list[int], max_tokens=4)).value == [1]
+
+
+async def test_a_number_beyond_floats_is_the_requests_own_failure() -> None:
+    async with open_scripted_engine("1e400") as engine:
+        with pytest.raises(InferenceError, match="out of range"):
+            await engine.complete("x", into=float)
 
 
 async def test_json_that_makes_no_instance_is_the_requests_own_failure() -> None:

@@ -90,12 +90,11 @@ def until(condition):
 """
 
 
-def run_script(script: str, *args: str) -> tuple[int, list[str], str, float]:
+def run_script(script: str, *args: str) -> tuple[int, list[str], str]:
     """Run a program that begins with `PRELUDE`.
 
     Returns:
-        Its exit status, what it wrote, line by line, and to stderr, and the seconds from its
-        line "exits" to its end.
+        Its exit status, what it wrote, line by line, and to stderr.
     """
     with subprocess.Popen(
         [sys.executable, "-u", "-c", PRELUDE + textwrap.dedent(script), *args],
@@ -107,13 +106,7 @@ def run_script(script: str, *args: str) -> tuple[int, list[str], str, float]:
         assert process.stderr is not None
         killer = threading.Timer(HANG_S / 2, process.kill)
         killer.start()
-        lines = []
-        exits_at = time.monotonic()
-        for line in process.stdout:
-            lines.append(line.rstrip("\n"))
-            if lines[-1] == "exits":
-                exits_at = time.monotonic()
+        lines = [line.rstrip("\n") for line in process.stdout]
         status = process.wait()
-        took_s = time.monotonic() - exits_at
         killer.cancel()
-        return status, lines, process.stderr.read(), took_s
+        return status, lines, process.stderr.read()

@@ -518,9 +518,8 @@ def test_the_interpreter_exits_with_an_engine_left_open() -> None:
     loop.close()
     print("exits")
     """
-    status, lines, errors, took_s = run_script(script)
+    status, lines, errors = run_script(script)
     assert (status, lines, errors) == (0, ["exits"], "")
-    assert took_s < 5
 
 
 def test_ctrl_c_ends_an_asyncio_program() -> None:
@@ -539,4 +538,4 @@ def test_ctrl_c_ends_an_asyncio_program() -> None:
     except KeyboardInterrupt:
         print([t.name for t in threading.enumerate() if "llamad" in t.name])
     """
-    assert run_script(script)[:3] == (0, ["1", "[]"], "")
+    assert run_script(script) == (0, ["1", "[]"], "")

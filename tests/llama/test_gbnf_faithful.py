@@ -316,11 +316,7 @@ SOURCES = st.tuples(BODIES, BODIES, BODIES).map(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(source=SOURCES, seed=st.integers(0, 1000))
-def test_any_grammar_allows_what_llama_cpp_allows(oracle: Oracle, source: str, seed: int) -> None:
+def check_any(oracle: Oracle, source: str, seed: int) -> None:
     try:
         parse_gbnf(source, "root")
     except ProtocolError as error:
@@ -331,6 +327,28 @@ def test_any_grammar_allows_what_llama_cpp_allows(oracle: Oracle, source: str, s
     chance = random.Random(seed)
     for _ in range(3):
         note(oracle.walk(source, chance, most=10))
+
+
+SEEDS = st.integers(0, 1000)
+FEW, MANY = (
+    settings(
+        max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+    for n in (60, 3_000)
+)
+
+
+@FEW
+@given(source=SOURCES, seed=SEEDS)
+def test_any_grammar_allows_what_llama_cpp_allows(oracle: Oracle, source: str, seed: int) -> None:
+    check_any(oracle, source, seed)
+
+
+@pytest.mark.slow
+@MANY
+@given(source=SOURCES, seed=SEEDS)
+def test_many_grammars_allow_what_llama_cpp_allows(oracle: Oracle, source: str, seed: int) -> None:
+    check_any(oracle, source, seed)
 
 
 @pytest.mark.parametrize(
