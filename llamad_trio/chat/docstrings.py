@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -19,12 +19,12 @@ _GOOGLE_TITLE = re.compile(rf"{_TITLES}:\s*")
 _NUMPY_TITLE = re.compile(rf"{_TITLES}\s*")
 _ANY_GOOGLE_TITLE = re.compile(r"[A-Z]\w*(?: \w+)?:\s*")
 _RULE = re.compile(r"-{3,}\s*")
-_NAME = r"`{0,2}\*{0,2}(?P<name>[A-Za-z_]\w*)`{0,2}"
-_GOOGLE_ENTRY = re.compile(rf"{_NAME}(?:\s*\([^)]*\))?\s*:\s*(?P<text>.*)")
-_NUMPY_ENTRY = re.compile(rf"{_NAME}(?:\s*:.*)?(?P<text>)")
+_MARKED_NAME = r"`{0,2}(?:\\?\*){0,2}[^\W\d]\w*`{0,2}"  # *args, or \*args, in backticks or not
+_NAMES = re.compile(rf"{_MARKED_NAME}(?:\s*,\s*{_MARKED_NAME})*")
+_MARKS = "`*\\"
+_CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
 _REST_ENTRY = re.compile(
-    r":(?:param|parameter|arg|argument|key|keyword|ivar|var|cvar|attr)\s+(?:[^:]*\s)?"
-    r"(?P<name>[A-Za-z_]\w*)\s*:\s*(?P<text>.*)"
+    r":(?:param|parameter|arg|argument|key|keyword|ivar|var|cvar|attr)\s(?P<head>[^:]*):(?P<text>.*)"
 )
 _REST_FIELD = re.compile(r":[a-z]+(?:\s[^:]*)?:(?:\s|$)")
 
@@ -71,11 +71,11 @@ def _section_entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         line, index = lines[index], index + 1
         if _GOOGLE_TITLE.fullmatch(line):
             end = _end_of_indented(lines, index)
-            yield from _entries(lines[index:end], _GOOGLE_ENTRY)
+            yield from _entries(lines[index:end], _google_entry)
             index = end
         elif _NUMPY_TITLE.fullmatch(line) and _RULE.fullmatch("".join(lines[index : index + 1])):
             end = _end_of_numpy(lines, index + 1)
-            yield from _entries(lines[index + 1 : end], _NUMPY_ENTRY)
+            yield from _entries(lines[index + 1 : end], _numpy_entry)
             index = end
 
 
@@ -93,28 +93,76 @@ def _end_of_numpy(lines: Sequence[str], start: int) -> int:
     return len(lines)
 
 
-def _entries(block: Sequence[str], pattern: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+_Entry = tuple[Sequence[str], str]
+"""The names at the beginning of a line, and the text after them."""
+
+
+def _google_entry(line: str) -> _Entry | None:
+    """`name: text`, `name (type): text`, of names with commas, too."""
+    names, rest = _leading_names(line)
+    if rest.startswith("("):
+        rest = rest[_end_of_brackets(rest) :].lstrip()
+    return (names, rest[1:]) if names and rest.startswith(":") else None
+
+
+def _numpy_entry(line: str) -> _Entry | None:
+    """`name`, `name : type`, of names with commas, too."""
+    names, rest = _leading_names(line)
+    return (names, "") if names and rest[:1] in {"", ":"} else None
+
+
+def _leading_names(line: str) -> tuple[Sequence[str], str]:
+    found = _NAMES.match(line)
+    if found is None:
+        return (), line
+    names = [name.strip().strip(_MARKS) for name in found[0].split(",")]
+    return names, line[found.end() :].lstrip()
+
+
+def _end_of_brackets(text: str) -> int:
+    """Where the bracket that it begins with is closed; where any is if it is not."""
+    closing: list[str] = []
+    for index, character in enumerate(text):
+        if character in _CLOSED_BY:
+            closing.append(_CLOSED_BY[character])
+        elif character == closing[-1]:
+            closing.pop()
+            if not closing:
+                return index + 1
+    return text.find(")") + 1 or len(text)
+
+
+def _entries(
+    block: Sequence[str], read: Callable[[str], _Entry | None]
+) -> Iterator[tuple[str, str]]:
     """Entries stand at the block's own indent; what is deeper continues the one above."""
     margin = _indent(block)
-    name, texts = "", list[str]()
+    names: Sequence[str] = ()
+    texts: list[str] = []
     for line in block:
-        entry = pattern.fullmatch(line.strip()) if _indent([line]) == margin else None
+        entry = read(line.strip()) if _indent([line]) == margin else None
         if entry:
-            if name:
-                yield name, _joined(texts)
-            name, texts = entry["name"], [entry["text"]]
+            yield from _described(names, texts)
+            names, texts = entry[0], [entry[1]]
         else:
             texts.append(line)
-    if name:
-        yield name, _joined(texts)
+    yield from _described(names, texts)
+
+
+def _described(names: Sequence[str], texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    text = _joined(texts)
+    for name in names:
+        yield name, text
 
 
 def _rest_entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     for index, line in enumerate(lines):
         entry = _REST_ENTRY.fullmatch(line)
-        if entry:
+        words = entry["head"].split() if entry else []
+        names, rest = _leading_names(words[-1] if words else "")
+        if entry and not rest:
             end = _end_of_indented(lines, index + 1)
-            yield entry["name"], _joined([entry["text"], *lines[index + 1 : end]])
+            yield from _described(names, [entry["text"], *lines[index + 1 : end]])
 
 
 def _joined(texts: Sequence[str]) -> str:

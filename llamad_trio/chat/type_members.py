@@ -10,6 +10,7 @@ import collections.abc as abc
 import dataclasses
 import enum
 import functools
+import inspect
 import operator
 import types
 import typing
@@ -246,7 +247,9 @@ def is_model_class(kind: object) -> TypeGuard[ModelClass]:
 
 
 def resolved_hints(owner: object, where: str) -> dict[str, object]:
-    """The type hints of a class or a function, with their annotations.
+    """The type hints of a class, or of a function's parameters, with their annotations.
+
+    What a function returns may be hinted by a name that is known to type checkers only.
 
     Raises:
         ProtocolError: a hint that names something unknown.
@@ -254,10 +257,24 @@ def resolved_hints(owner: object, where: str) -> dict[str, object]:
     # A class made inside a function does not find its own name in the module.
     local = {owner.__name__: owner} if isinstance(owner, type) else None
     try:
-        return typing.get_type_hints(owner, localns=local, include_extras=True)
+        if isinstance(owner, type):
+            return typing.get_type_hints(owner, localns=local, include_extras=True)
+        return _parameter_hints(owner)
     except Exception as error:
         # Evaluating a hint runs its author's code, which may raise anything.
         raise ProtocolError(f"{where}: its type hints cannot be read: {error}") from error
+
+
+def _parameter_hints(function: object) -> dict[str, object]:
+    defined = inspect.unwrap(cast("Callable[..., object]", function))
+    hints: Mapping[str, object] = getattr(function, "__annotations__", {})
+    only_parameters = types.SimpleNamespace(
+        __annotations__={name: hint for name, hint in hints.items() if name != "return"},
+        __type_params__=getattr(function, "__type_params__", ()),
+    )
+    return typing.get_type_hints(
+        only_parameters, globalns=getattr(defined, "__globals__", {}), include_extras=True
+    )
 
 
 def members_of(kind: object, where: str) -> Members | None:

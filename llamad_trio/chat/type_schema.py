@@ -56,18 +56,28 @@ _CLOCK_SPAN = (
     r"(?:[0-9]{1,6}H(?:[0-9]{1,6}M)?(?:[0-9]{1,6}(?:\.[0-9]{1,6})?S)?"
     r"|[0-9]{1,6}M(?:[0-9]{1,6}(?:\.[0-9]{1,6})?S)?|[0-9]{1,6}(?:\.[0-9]{1,6})?S)"
 )
-_DAY = (
-    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|[12][0-9]))"
+_OFFSET = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+_DAY_OF_EVERY_YEAR = (
+    r"(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])"
+    r"|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
 )
-_NAIVE = rf"^[0-9]{{4}}-{_DAY}T{_CLOCK}$"
+_BY_FOUR = r"(?:0[48]|[2468][048]|[13579][26])"  # two digits, and not 00
+_CALENDAR = rf"(?:{_YEAR}-{_DAY_OF_EVERY_YEAR}|(?:[0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)-02-29)"
+_DATE = rf"^{_CALENDAR}$"
+_NAIVE = rf"^{_CALENDAR}T{_CLOCK}$"
+_ZONED = rf"^{_CALENDAR}T{_CLOCK}{_OFFSET}$"
 _TIME = rf"^{_CLOCK}$"
+_ZONED_TIME = rf"^{_CLOCK}{_OFFSET}$"
 # Years and months have no fixed length, so no timedelta holds them.
 _DURATION = rf"^-?P(?:[0-9]{{1,8}}D(?:T{_CLOCK_SPAN})?|T{_CLOCK_SPAN})$"
 _DECIMAL = r"^-?[0-9]+(?:\.[0-9]+)?(?:E[+-]?[0-9]{1,3})?$"
 _INTEGER = r"^-?(?:0|[1-9][0-9]*)$"
 
 WRITTEN_AS: Mapping[str, str] = {
+    _DATE: "date",
+    _ZONED: "date-time",
+    _ZONED_TIME: "time",
     _NAIVE: "YYYY-MM-DDTHH:MM:SS",
     _TIME: "HH:MM:SS",
     _DURATION: "ISO 8601 duration, like P1DT2H30M",
@@ -85,9 +95,17 @@ _KEYWORDS = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     }
 )
-_FORMATS = frozenset(
-    {"date-time", "date", "time", "duration", "uuid", "email", "uri", "ipv4", "ipv6", "hostname"}
+_FORMATS = frozenset({"uuid", "email", "uri", "ipv4", "ipv6", "hostname"})
+# As formats they are checked by their syntax only, which has a year 0 and a second 60.
+_DATE_FORMATS = {"date-time": _ZONED, "date": _DATE, "time": _ZONED_TIME, "duration": _DURATION}
+# A reference is to a class, such as an enum, of which the JSON Schema tells.
+_TEXT_KEYS = frozenset(
+    {
+        *("any", "str", "literal", "enum", "definition-ref"),
+        *("date", "datetime", "time", "timedelta", "uuid", "url"),
+    }
 )
+_NO_CORE_SCHEMAS = frozenset({"metadata", "serialization", "default"})
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 _REF = "#/$defs/"
 
@@ -298,6 +316,12 @@ class _Builder:
             # Models may have hooks of their own, which may raise anything.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ProtocolError(f"{where}: {type_name(model)} has no schema: {reason}") from error
+        for key_type in _types_of_keys(model):
+            if key_type not in _TEXT_KEYS:
+                raise ProtocolError(
+                    f"{where}: {type_name(model)} has a dictionary with keys of type {key_type!r}; "
+                    "pydantic's schema tells of text, dates and names only"
+                )
         definitions: Mapping[str, Schema] = raw.pop("$defs", {})
         # The same model reached from two sides has the same text, and gets one name.
         names = {
@@ -357,11 +381,9 @@ def _scalar(base: object, peeled: Peeled, where: str) -> Schema:
     schema = _constrained(base, peeled, where)
     zoned = [meta.tz for meta in peeled.metas if meta.tz is not None]
     if base is dt.datetime:
-        return schema | ({"pattern": _NAIVE} if zoned == [False] else {"format": "date-time"})
+        return schema | {"pattern": _NAIVE if zoned == [False] else _ZONED}
     if base is dt.time:
-        return schema | ({"format": "time"} if zoned == [True] else {"pattern": _TIME})
-    if base is dt.timedelta:
-        return {"type": "string", "pattern": _DURATION}
+        return schema | {"pattern": _ZONED_TIME if zoned == [True] else _TIME}
     if base is decimal.Decimal:
         return {"type": "string", "pattern": _DECIMAL}
     return schema
@@ -442,6 +464,8 @@ def _cleaned(
                 result["anyOf"] = [clean(each) for each in _expressible(part)]
             case "allOf" | "prefixItems":
                 result[key] = [clean(each) for each in part]
+            case "format" if part in _DATE_FORMATS:
+                result.setdefault("pattern", _DATE_FORMATS[part])
             case "format" if part not in _FORMATS:
                 pass
             case "items" | "additionalProperties":
@@ -459,13 +483,34 @@ def _cleaned(
 
 
 def _shape_of_keys(keys: Schema) -> Schema:
-    if "enum" in keys and all(isinstance(name, str) for name in keys["enum"]):
-        return {"enum": keys["enum"]}
-    if "const" in keys and isinstance(keys["const"], str):
-        return {"enum": [keys["const"]]}
-    if "enum" in keys:
-        return {"enum": [name for name in keys["enum"] if isinstance(name, str)]}
-    return {"type": "string", **({"pattern": keys["pattern"]} if "pattern" in keys else {})}
+    values = keys.get("enum", [keys["const"]] if "const" in keys else [])
+    names = [value for value in values if isinstance(value, str)]
+    if names:
+        return {"enum": names}
+    return {"type": "string", **{k: part for k, part in keys.items() if k != "description"}}
+
+
+def _types_of_keys(model: ModelClass) -> Iterator[str]:
+    """The type of the keys of each dictionary in a pydantic model, in pydantic's words.
+
+    Its JSON Schema has keys of text only; how it validates is said in its core schema.
+    """
+    pending: list[object] = [getattr(model, "__pydantic_core_schema__", None)]
+    seen: set[int] = set()
+    while pending:
+        part = pending.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, list | tuple):
+            pending.extend(part)
+        elif isinstance(part, dict):
+            pending.extend(value for key, value in part.items() if key not in _NO_CORE_SCHEMAS)
+            keys = part.get("keys_schema") if part.get("type") == "dict" else None
+            while isinstance(keys, dict) and isinstance(keys.get("schema"), dict):
+                keys = keys["schema"]  # a validator's, around the type
+            if isinstance(keys, dict):
+                yield str(keys.get("type"))
 
 
 def _expressible(alternatives: Sequence[Schema]) -> Sequence[Schema]:

@@ -1,15 +1,16 @@
 """Typed results: a Python type to a schema for the model, and the model's JSON to a value.
 
 `schema_of` and `structure` read types through `type_members`, so what the schema allows can
-be structured.  What a schema for llguidance cannot say comes out in `structure` only: 29
-February in a year without one, an item twice in a set with a least size, pydantic's own
-validators and the limits of its `Decimal`.
+be structured.  What a schema for llguidance cannot say comes out in `structure` only: a number
+too large for a `float`, an item twice in a set with a least size, pydantic's own validators and
+the limits of its `Decimal`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,7 +186,11 @@ def _scalar_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
 
 
 def _plain(data: object, kind: object) -> object:
-    return msgspec.convert(data, cast("type", kind), strict=True)
+    value: object = msgspec.convert(data, cast("type", kind), strict=True)
+    # `json.loads` makes infinity of 1e400; msgspec refuses as many digits.
+    if isinstance(value, float) and math.isinf(value):
+        raise ValueError("number out of range")
+    return value
 
 
 def _wrapped_hook(kind: object, converter: cattrs.Converter) -> _Hook:
@@ -205,17 +210,23 @@ def _literal_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
 
 def _literal(data: object, values: Sequence[tuple[object, object]]) -> object:
     for value, member in values:
-        # `True == 1`, and they are different JSON.
-        if type(value) is type(data) and value == data:
+        if _is_same(value, data):
             return member
     expected = ", ".join(json.dumps(value) for value, _ in values)
     raise ValueError(f"expected one of {expected}")
 
 
+def _is_same(value: object, data: object) -> bool:
+    # `True == 1`, and they are different JSON.  A whole float is written without a point:
+    # 2.0 as 2, and -0.0 as -0.
+    same_type = type(value) is type(data) or (type(value) is float and type(data) is int)
+    return same_type and value == data
+
+
 def _model_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
     # From JSON, not from data: there, strict still reads dates from text and sets from lists.
     model = cast("Any", kind)
-    return lambda data, _: model.model_validate_json(json.dumps(data), strict=True)
+    return lambda data, _: model.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
 
 
 def _array_hook(kind: object, converter: cattrs.Converter) -> _Hook:
@@ -422,7 +433,7 @@ class _Alternative:
     def has_tags_of(self, data: Mapping[str, object]) -> bool:
         """Whether those of its tags that are there are right."""
         return self.is_object and all(
-            any(type(v) is type(data[name]) and v == data[name] for v in values)
+            any(_is_same(value, data[name]) for value in values)
             for name, values in self.tags.items()
             if name in data
         )

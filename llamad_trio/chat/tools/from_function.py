@@ -33,13 +33,15 @@ def tool_from(item: Callable[..., object] | Tool) -> Tool:
     objects with `__call__`.
 
     Raises:
-        ProtocolError: a lambda, a class, a parameter without a hint or that has no name to
-            call it by, a type that has no schema.
+        ProtocolError: a lambda, a class, a generator function, a parameter without a hint or
+            that has no name to call it by, a type that has no schema.
     """
     if isinstance(item, Tool):
         return item
     definition = _definition(item)
     name = _name(item)
+    if inspect.isgeneratorfunction(definition) or inspect.isasyncgenfunction(definition):
+        raise ProtocolError(f"{name} is a generator function: a tool returns its one result")
     parameters = _parameters(item, name)
     # Not `inspect.getdoc`, which finds "Call self as a function." for an undocumented `__call__`.
     documentation = read_docstring(definition.__doc__)
