@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from functools import partial
@@ -51,13 +52,15 @@ def serve_command(
     inherited = inherited_listener()
     reload = None if file is None else read
 
-    async def run() -> None:
-        await run_daemon(config, reload=reload, inherited=inherited, metrics_socket=metrics)
-        # It has ended in order; a signal that comes now is of no use to anybody.
-        for number in STOP:
-            signal.signal(number, signal.SIG_IGN)
-
-    trio.run(run)
+    # Before there is anything to stop, and after all has stopped, nothing is left undone.
+    for number in STOP:
+        signal.signal(number, lambda *_: os._exit(0))
+    trio.run(
+        partial(run_daemon, config, reload=reload, inherited=inherited, metrics_socket=metrics)
+    )
+    # Python itself sets other handlers to the default when it ends.
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _config(model: str | None, file: str | None, socket: str | None) -> DaemonConfig:
