@@ -119,9 +119,7 @@ class Engine:
             IncompleteOutput: the text ended before it was an instance of `into`.
             EngineClosed, SessionFatal: the engine has stopped.
         """
-        asked = as_request(request, fields)
-        if into is not None:
-            asked = typed_request(asked, into, describe=describe)
+        asked = typed_request(as_request(request, fields), into, describe=describe)
         async with self._submitted(asked, streams=False) as ticket:
             completion = await ticket.outcome()
         return completion if into is None else with_value(completion, into)

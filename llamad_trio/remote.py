@@ -147,9 +147,7 @@ class RemoteEngine:
 
         A checkpoint.  Cancelled, it hangs up, which stops the work.
         """
-        asked = as_request(request, fields)
-        if into is not None:
-            asked = typed_request(asked, into, describe=describe)
+        asked = typed_request(as_request(request, fields), into, describe=describe)
         async with self._reply(asked) as reply:
             completion = await reply.outcome()
         return completion if into is None else with_value(completion, into)

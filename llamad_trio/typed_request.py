@@ -18,12 +18,17 @@ def typed_request(request: Request, kind: object, *, describe: bool) -> Request:
 
     Args:
         request: must have no constraint.
-        kind: the type.
+        kind: the type; `None` leaves the request as it is.
         describe: tell the model, at the end of the prompt, what to write.
 
     Raises:
-        ProtocolError: a type that has no schema, a constraint, no prompt of text to add to.
+        ProtocolError: a type that has no schema, a constraint, no prompt of text to add to,
+            no type to describe.
     """
+    if kind is None:
+        if describe:
+            raise ProtocolError("describe tells of a type: it needs into")
+        return request
     if request.json_schema is not None:
         raise ProtocolError("only one of into and json_schema can be given")
     prompt = request.prompt

@@ -17,6 +17,7 @@ from llamad_trio import (
     Done,
     IncompleteOutput,
     Message,
+    ProtocolError,
     Request,
     Tool,
     ToolCallDelta,
@@ -116,6 +117,8 @@ async def test_describe_tells_the_model_what_the_fields_mean(pair: Pair) -> None
     told = await pair.behind.complete(asked, into=Found, describe=True)
     assert isinstance(described.value, Found)
     assert described.prompt_tokens == told.prompt_tokens > plain.prompt_tokens + 10
+    with pytest.raises(ProtocolError, match="into"):
+        await pair.engine.complete(asked, describe=True)
 
 
 async def test_what_is_cut_off_is_told_with_its_text(pair: Pair) -> None:
