@@ -322,7 +322,7 @@ async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
                 if (fork := os.fork()) == 0:
                     time.sleep({HANG_S})
                     os._exit(0)
-                print(engine, fork, flush=True)
+                print(f"{{engine}} {{fork}}", flush=True)
                 await trio.sleep_forever()
 
         trio.run(main)

@@ -133,6 +133,8 @@ def requests(draw: st.DrawFn) -> Request:
     uses_template = draw(st.booleans())
     if form == "tools" and not uses_template:
         form = None
+    if form != "tools":
+        fields.pop("tool_choice", None)
     if form is not None:
         fields[form] = draw(forms[form])
     if not uses_template:
