@@ -76,22 +76,22 @@ async def open_isolated_engine(
         order = {"model": fspath(model), "config": unstructure(config), "name": name}
         await child.channel.send_all(encode_line(order))
         await child.wait_ready(on_load)
-        engine = RemoteEngine(child, None, await stats_of(child))
-        relay = EventRelay(engine.events, broadcast)
-        # On a lane of its own, over there, but on the same cores.
-        with counted(Lane(), engine.config):
-            async with open_plain_nursery() as nursery:
-                nursery.start_soon(child.watch)
-                nursery.start_soon(relay.run)
-                if broadcast.has_readers:
-                    await relay.attach()
-                reporter.loaded(trio.current_time() - began)
-                try:
+        async with open_plain_nursery() as nursery:
+            nursery.start_soon(child.watch)
+            engine = RemoteEngine(child, None, await stats_of(child))
+            relay = EventRelay(engine.events, broadcast)
+            nursery.start_soon(relay.run)
+            if broadcast.has_readers:
+                await relay.attach()
+            reporter.loaded(trio.current_time() - began)
+            try:
+                # On a lane of its own, over there, but on the same cores.
+                with counted(Lane(), engine.config):
                     yield engine
-                finally:
-                    engine.close()
-                    relay.end(child.error or EngineClosed())
-                    reporter.stopped(None if child.error is None else str(child.error))
+            finally:
+                engine.close()
+                relay.end(child.error or EngineClosed())
+                reporter.stopped(None if child.error is None else str(child.error))
 
 
 @asynccontextmanager
