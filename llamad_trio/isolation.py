@@ -20,7 +20,7 @@ import trio
 from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.actors.handover import Handover
 from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
 from llamad_trio.actors.relay import EventRelay
 from llamad_trio.actors.reporter import Reporter
 from llamad_trio.core.config import EngineConfig
@@ -159,6 +159,7 @@ class _Child:
             if on_load is not None and isinstance(progress, float | int):
                 on_load(float(min(max(progress, 0), 1)))
 
+    @ends_in_order
     async def watch(self) -> None:
         """Wait until the engine ends, and raise why."""
         try:
@@ -187,6 +188,7 @@ class _Child:
         lines = self._log.decode(errors="replace").splitlines()
         return EngineCrashed(status, tuple(lines[-MAX_LOG_LINES:]))
 
+    @ends_in_order
     async def keep_log(self) -> None:
         """Keep the end of what the process writes on stderr."""
         assert self._process.stderr is not None

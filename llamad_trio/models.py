@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, overload
 import trio
 
 from llamad_trio.actors.broadcast import Broadcast, EventReader
-from llamad_trio.actors.nursery import open_plain_nursery, unlimited
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, unlimited
 from llamad_trio.actors.supervisor import ModelState, Supervisor
 from llamad_trio.budget import Budget
 from llamad_trio.core.completion import Choice, Completion
@@ -317,6 +317,7 @@ class Model:
         self.scope = unlimited()
         self.gone = trio.Event()
 
+    @ends_in_order
     async def run(self) -> None:
         """Supervise it until it is removed."""
         try:

@@ -8,7 +8,7 @@ from functools import partial
 
 import trio
 
-from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
 from llamad_trio.actors.reporter import Reporter
 from llamad_trio.actors.store import SnapshotStore, StoreActor
 from llamad_trio.actors.ticket import Ticket
@@ -122,6 +122,7 @@ class DecodeActor:
 
     # -- the actor --------------------------------------------------------------------------
 
+    @ends_in_order
     async def run(self) -> None:
         """Run until cancelled, or until the engine is beyond repair (`SessionFatal`)."""
         end: LlamadError = EngineClosed()

@@ -21,7 +21,7 @@ import outcome
 import trio
 from trio.lowlevel import RunVar
 
-from llamad_trio.actors.nursery import open_plain_nursery, shielded
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
 from llamad_trio.core.config import MAX_THREADS
 from llamad_trio.core.fields import optional, whole_number
 from llamad_trio.core.runtime import LaneLike
@@ -163,6 +163,7 @@ class Lane:
         assert item.result is not None
         return item.result.unwrap()
 
+    @ends_in_order
     async def _be_host(self, me: object) -> None:
         async with self._hosting:
             self._host = me

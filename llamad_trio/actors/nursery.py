@@ -12,6 +12,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 __all__ = [
     "TaskStatus",
+    "ends_in_order",
     "holds_cancelled",
     "open_plain_nursery",
     "run_all",
@@ -70,6 +71,11 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
     await trio.lowlevel.checkpoint()
     if errors:
         raise errors[0]
+
+
+ends_in_order = trio.lowlevel.enable_ki_protection
+"""For the tasks of an engine: Ctrl-C strikes the program's own task, which then ends them, and
+not one of them in the middle of its books."""
 
 
 class TaskStatus(Protocol[T_contra]):

@@ -17,7 +17,7 @@ import outcome
 import trio
 
 from llamad_trio.actors.decode import DecodeActor
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery
 from llamad_trio.actors.ticket import Ticket
 from llamad_trio.chat.conversation import Chat, Turn
 from llamad_trio.chat.guard import SENTINELS
@@ -103,6 +103,7 @@ class Preprocessor:
         self._compilers = trio.CapacityLimiter(MAX_THREADS)
         self._chat = Chat(runtime.facts, template)
 
+    @ends_in_order
     async def run(self) -> None:
         """Run until cancelled.  What is in the inbox then is answered by nobody."""
         with self._inbox, self._outbox:
@@ -213,6 +214,7 @@ class Preprocessor:
 
     # -- requests ---------------------------------------------------------------------------
 
+    @ends_in_order
     async def _handle(self, item: Ticket | Query) -> None:
         if isinstance(item, Query):
             await self._answer(item)

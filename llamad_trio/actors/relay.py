@@ -13,6 +13,7 @@ import trio
 import trio.abc
 
 from llamad_trio.actors.broadcast import Broadcast
+from llamad_trio.actors.nursery import ends_in_order
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineStopped,
@@ -50,6 +51,7 @@ class EventRelay:
         self._wanted.set()
         await self._attached.wait()
 
+    @ends_in_order
     async def run(self) -> None:
         """Relay until cancelled, or until the engine is gone: why is not told here."""
         try:

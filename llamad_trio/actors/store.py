@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import trio
 
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery
 from llamad_trio.core.shelf import Snapshot
 from llamad_trio.core.snapshot_file import (
     HEADER_BYTES,
@@ -223,6 +223,7 @@ class StoreActor:
         for path, tokens in await self._in_thread(self._store.scan):
             self._paths[self._add_stored(tokens)] = path
 
+    @ends_in_order
     async def run(self) -> None:
         """Run until cancelled."""
         async with open_plain_nursery() as nursery:
