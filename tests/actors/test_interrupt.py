@@ -7,28 +7,35 @@ import signal
 import pytest
 import trio
 
-from llamad_trio.actors.preprocess import Preprocessor
 from llamad_trio.core.scheduler import Scheduler
 from llamad_trio.testing import open_scripted_engine
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Scheduler, "plan"), (Preprocessor, "tokens")], ids=["decode", "preprocess"]
-)
-def test_ctrl_c_strikes_the_program_and_none_of_the_actors(
-    monkeypatch: pytest.MonkeyPatch, owner: type[object], name: str
+@pytest.mark.parametrize("nth", range(1, 30, 4))
+@pytest.mark.parametrize("method", ["plan", "apply"])
+def test_ctrl_c_strikes_the_program_and_no_actor(
+    monkeypatch: pytest.MonkeyPatch, method: str, nth: int
 ) -> None:
-    original = getattr(owner, name)
+    original = getattr(Scheduler, method)
+    n_calls = 0
 
     def interrupted(*arguments: object) -> object:
-        signal.raise_signal(signal.SIGINT)
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == nth:
+            signal.raise_signal(signal.SIGINT)
         return original(*arguments)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(Scheduler, method, interrupted)
 
     async def main() -> None:
-        async with open_scripted_engine("hello") as engine:
-            await engine.complete("x", raw=True)
+        async with (
+            open_scripted_engine("la " * 1000) as engine,
+            engine.stream("x", raw=True, max_tokens=1000) as pieces,
+        ):
+            async for _ in pieces:
+                pass
 
     with pytest.raises(KeyboardInterrupt):
         trio.run(main)
+    assert n_calls >= nth
