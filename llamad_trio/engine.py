@@ -562,8 +562,7 @@ async def open_named_engine(
     """As `open_engine`, for who runs several: `name` and `broadcast` as for `run_engine`."""
     began = trio.current_time()
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
-    if isinstance(lane, Lane) and config.n_threads is None:
-        config = attrs.evolve(config, n_threads=lane.threads)
+    config = with_lane_threads(config)
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(lane.hosted())
@@ -584,6 +583,13 @@ async def open_named_engine(
         except OSError as error:
             raise ModelLoadError(fspath(model), error.strerror or str(error)) from error
         yield engine
+
+
+def with_lane_threads(config: EngineConfig) -> EngineConfig:
+    """With the threads of the lane that the application made for it, unless it says otherwise."""
+    if isinstance(config.lane, Lane) and config.n_threads is None:
+        return attrs.evolve(config, n_threads=config.lane.threads)
+    return config
 
 
 def counted(lane: LaneLike, config: EngineConfig) -> AbstractContextManager[None]:

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from os import PathLike, fspath
 from socket import socketpair
 
-import attrs
 import trio
 
 from llamad_trio.actors.broadcast import Broadcast
@@ -32,7 +31,7 @@ from llamad_trio.core.errors import (
     LlamadError,
     ModelLoadError,
 )
-from llamad_trio.engine import counted
+from llamad_trio.engine import counted, with_lane_threads
 from llamad_trio.remote import RemoteEngine, stats_of
 from llamad_trio.remote_reply import RemoteReply
 from llamad_trio.wire.converter import unstructure
@@ -69,9 +68,7 @@ async def open_isolated_engine(
     began = trio.current_time()
     broadcast = broadcast or Broadcast()
     reporter = Reporter(broadcast, name)
-    lane = config.lane
-    if isinstance(lane, Lane) and config.n_threads is None:
-        config = attrs.evolve(config, n_threads=lane.threads)
+    config = with_lane_threads(config)
     async with _running(fspath(model)) as child:
         order = {"model": fspath(model), "config": unstructure(config), "name": name}
         await child.channel.send_all(encode_line(order))

@@ -24,6 +24,7 @@ from llamad_trio.core.errors import (
     ProtocolError,
     SocketUnavailable,
 )
+from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.engine import as_request
 from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
@@ -120,10 +121,7 @@ class RemoteEngine:
 
     def __init__(self, peer: Peer, model: str | None, daemon: DaemonStats) -> None:
         self._peer = peer
-        self._name = daemon.default if model is None else model
-        known = {**daemon.models, **daemon.states}
-        if self._name not in known:
-            raise ProtocolError(f"unknown model {self._name!r}; known are {', '.join(known)}")
+        self._name = pick_model(model, {**daemon.models, **daemon.states}, daemon.default)
         self._known = daemon.models.get(self._name)
         self._stats = None if self._known is None else self._known.stats
         self._is_closed = False

@@ -48,7 +48,8 @@ def engine_event_reply(event: EngineEvent, shift_s: float) -> dict[str, object]:
     return {
         "event": {
             "type": type(event).__name__,
-            **unstructure(attrs.evolve(event, time=event.time + shift_s)),
+            **unstructure(event),
+            "time": event.time + shift_s,
         }
     }
 
