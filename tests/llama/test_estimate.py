@@ -474,14 +474,21 @@ def damages(path: Path, n_flips: int) -> Iterator[bytes]:
         yield bytes(content)
 
 
+def written_after(whole: bytes, key: bytes, skipped: int, value: bytes) -> bytes:
+    """The file with a value written over what stands so many bytes after a key."""
+    at = whole.index(key) + len(key) + skipped
+    return whole[:at] + value + whole[at + len(value) :]
+
+
 @pytest.mark.parametrize("n_items", [2**61, 2**64 - 1])
 def test_an_array_longer_than_any_memory_is_refused(
     tiny_model: TinyModels, tmp_path: Path, n_items: int
 ) -> None:
     whole = tiny_model("attention").read_bytes()
-    at = whole.index(b"tokenizer.ggml.scores") + len(b"tokenizer.ggml.scores") + 8
     damaged = tmp_path / "array.gguf"
-    damaged.write_bytes(whole[:at] + n_items.to_bytes(8, "little") + whole[at + 8 :])
+    damaged.write_bytes(
+        written_after(whole, b"tokenizer.ggml.scores", 8, n_items.to_bytes(8, "little"))
+    )
     with pytest.raises(ModelLoadError):
         estimate(damaged, EngineConfig(), 1)
 
@@ -491,9 +498,10 @@ def test_a_number_of_layers_that_aborts_llama_cpp_is_refused(
     tiny_model: TinyModels, tmp_path: Path, n_layers: int
 ) -> None:
     whole = tiny_model("attention").read_bytes()
-    at = whole.index(b"llama.block_count") + len(b"llama.block_count") + 4
     damaged = tmp_path / "layers.gguf"
-    damaged.write_bytes(whole[:at] + n_layers.to_bytes(4, "little") + whole[at + 4 :])
+    damaged.write_bytes(
+        written_after(whole, b"llama.block_count", 4, n_layers.to_bytes(4, "little"))
+    )
     with pytest.raises(ModelLoadError, match=f"{n_layers} layers"):
         estimate(damaged, EngineConfig(), 1)
 
