@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -42,25 +43,35 @@ class _Side:
 
 
 async def own_lanes(model: str) -> dict[str, float]:
-    """Tokens of two engines on lanes of their own, against the same ones one after the other
-    with all cores; and the same of plain loops, which is what llama.cpp has to gain.
+    """Tokens of two engines at once on lanes of their own, a core each, against the same tokens
+
+    - one after the other on the same lanes;
+    - at once on one shared lane with all cores, where they take turns;
+    - one after the other with all cores; and the same of plain loops, which is what llama.cpp
+      has to gain there.
 
     Both generate all the time that is measured: how much each gets done in it is what is then
     asked of one after the other.
     """
-    ours, plain = [], []
+    ratios: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         async with _opened(model, n_threads=1, lanes=[Lane(), Lane()]) as sides:
             shares = await _shares(sides)
             apart_s = await _seconds(sides, shares, at_once=True)
             raw_apart_s = await _seconds(sides, shares, at_once=True, raw=True)
+            in_turn_s = await _seconds(sides, shares, at_once=False)
+            ratios["one after the other"].append(in_turn_s / apart_s)
         await trio.sleep(THREAD_LEAVES_S)
         async with _opened(model, n_threads=None, lanes=[Lane()] * 2) as sides:
             await _shares(sides)
-            ours.append(await _seconds(sides, shares, at_once=False) / apart_s)
-            plain.append(await _seconds(sides, shares, at_once=False, raw=True) / raw_apart_s)
+            together_s = await _seconds(sides, shares, at_once=True)
+            ratios["taking turns, all cores"].append(together_s / apart_s)
+            in_turn_s = await _seconds(sides, shares, at_once=False)
+            ratios["one after the other, all cores"].append(in_turn_s / apart_s)
+            raw_in_turn_s = await _seconds(sides, shares, at_once=False, raw=True)
+            ratios["the same of plain loops"].append(raw_in_turn_s / raw_apart_s)
         await trio.sleep(THREAD_LEAVES_S)
-    return {"ratio": statistics.median(ours), "plain loops": statistics.median(plain)}
+    return {name: statistics.median(values) for name, values in ratios.items()}
 
 
 @asynccontextmanager
