@@ -12,8 +12,10 @@ from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar, overload
 
+import attrs
 import msgspec
 
+from llamad_trio.callers import Callers
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import (
@@ -125,6 +127,7 @@ class RemoteEngine:
         self._known = daemon.models.get(self._name)
         self._stats = None if self._known is None else self._known.stats
         self._is_closed = False
+        self._callers = Callers()
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -252,15 +255,16 @@ class RemoteEngine:
 
         Entering is a checkpoint.  The iteration ends when the engine has stopped, and raises
         `Disconnected` when the daemon went away.  Times are of this program's Trio clock;
-        `context` is `None`.
+        `context` is known for requests of this object that began while somebody read its events.
         """
         if max_events < 1:
             raise ValueError(f"max_events must be at least 1, not {max_events}")
         async with self._called(Events(max_events=max_events, model=self._name)) as reply:
             await reply.next_line()  # it watches from here on
-            events = RemoteEvents(reply)
+            events = RemoteEvents(reply, self._callers)
             try:
-                yield events
+                with self._callers.remembered():
+                    yield events
             finally:
                 events.close()
 
@@ -303,6 +307,7 @@ class RemoteEngine:
     async def _called(self, call: Call) -> AsyncIterator[RemoteReply]:
         if self._is_closed:
             raise EngineClosed
+        call = attrs.evolve(call, id=self._callers.note())
         async with AsyncExitStack() as stack:
             try:
                 reply = await stack.enter_async_context(called(self._peer, call))

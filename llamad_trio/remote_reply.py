@@ -14,6 +14,7 @@ import msgspec
 import trio
 import trio.abc
 
+from llamad_trio.callers import Callers
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.errors import (
@@ -222,10 +223,12 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
 
     Args:
         reply: the lines, after the first.
+        callers: those of this program.
     """
 
-    def __init__(self, reply: RemoteReply) -> None:
+    def __init__(self, reply: RemoteReply, callers: Callers) -> None:
         self._reply = reply
+        self._callers = callers
         self._has_ended = False
         self._is_closed = False
 
@@ -250,7 +253,8 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
             self._has_ended = "done" in line
             if not self._has_ended:
                 shift_s = trio.current_time() - time.monotonic()
-                event = understood(partial(engine_event_from, line, shift_s))
+                context_of = self._callers.context_of
+                event = understood(partial(engine_event_from, line, shift_s, context_of))
         return event
 
     async def aclose(self) -> None:

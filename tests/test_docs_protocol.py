@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -31,7 +32,7 @@ from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.wire import calls
 from llamad_trio.wire.calls import MAX_ID_CHARS, ORIGINAL_FIELDS, Call
-from llamad_trio.wire.engine_events import engine_event_from, engine_event_reply
+from llamad_trio.wire.engine_events import call_id, engine_event_from, engine_event_reply
 from llamad_trio.wire.errors import CLOSING, error_text
 
 ROOT = Path(__file__).parent.parent
@@ -243,9 +244,12 @@ def test_every_field_of_a_call_is_there() -> None:
 
 def test_the_event_that_is_shown_is_one() -> None:
     (shown,) = blocks("json")
-    event = engine_event_from(json.loads(shown), 0.0)
+    told = json.loads(shown)
+    context = copy_context()
+    context.run(call_id.set, told["event"]["call"])
+    event = engine_event_from(told, 0.0, lambda call: context)
     assert event is not None
-    assert engine_event_reply(event, 0.0)["event"] == json.loads(shown)["event"]
+    assert engine_event_reply(event, 0.0)["event"] == told["event"]
 
 
 def test_the_original_fields_are_those_of_the_code() -> None:

@@ -56,7 +56,7 @@ from llamad_trio.wire.calls import (
     decode_call,
 )
 from llamad_trio.wire.converter import unstructure
-from llamad_trio.wire.engine_events import engine_event_reply
+from llamad_trio.wire.engine_events import call_id, engine_event_reply
 from llamad_trio.wire.errors import CLOSING, error_reply
 from llamad_trio.wire.replies import completion_reply, event_reply
 from llamad_trio.wire.strict_json import encode_line
@@ -321,6 +321,7 @@ class _Client:
     async def _answer_it(self, call: Call) -> None:
         head: Reply = {} if call.id is None else {"id": call.id}
         is_original = isinstance(call, Generate) and call.is_original
+        call_id.set(call.id)
         with unlimited() as scope:
             try:
                 with self._under_way(call, scope):

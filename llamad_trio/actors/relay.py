@@ -76,6 +76,7 @@ class EventRelay:
                     engine=queued.engine,
                     request_id=queued.request_id,
                     kind=queued.kind,
+                    context=queued.context,
                     duration_s=now - queued.time,
                     error=error,
                 )

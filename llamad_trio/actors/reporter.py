@@ -42,7 +42,7 @@ class _RequestEvent(_Event):
     request_id: int
 
 
-class _RequestEnd(_RequestEvent):
+class _WholeRequest(_RequestEvent):
     kind: RequestKind
     context: Context | None
 
@@ -77,7 +77,7 @@ class Reporter:
     def queued(self, ticket: Ticket) -> None:
         """A request was accepted."""
         if self.is_heard:
-            self._broadcast.publish(RequestQueued(**self._of(ticket), kind=ticket.kind))
+            self._broadcast.publish(RequestQueued(**self._whole(ticket)))
 
     def started(self, ticket: Ticket, cached_tokens: int) -> None:
         """A request is in a step for the first time, behind `cached_tokens` of its prompt."""
@@ -106,7 +106,7 @@ class Reporter:
         if self.is_heard:
             self._broadcast.publish(
                 RequestFinished(
-                    **self._end_of(ticket),
+                    **self._whole(ticket),
                     duration_s=completion.duration_s,
                     prompt_tokens=completion.prompt_tokens,
                     generated_tokens=completion.generated_tokens,
@@ -119,7 +119,7 @@ class Reporter:
     def failed(self, ticket: Ticket, error: LlamadError) -> None:
         """A request ended with an error."""
         if self.is_heard:
-            end = self._end_of(ticket)
+            end = self._whole(ticket)
             duration_s = end["time"] - ticket.submitted_at
             # A copy: what is raised gets a traceback, which no reader should keep alive.
             self._broadcast.publish(
@@ -129,7 +129,7 @@ class Reporter:
     def cancelled(self, ticket: Ticket) -> None:
         """Whoever asked has left."""
         if self.is_heard:
-            end = self._end_of(ticket)
+            end = self._whole(ticket)
             self._broadcast.publish(
                 RequestCancelled(**end, duration_s=end["time"] - ticket.submitted_at)
             )
@@ -162,5 +162,5 @@ class Reporter:
     def _of(self, ticket: Ticket) -> _RequestEvent:
         return {**self._now(), "request_id": ticket.id}
 
-    def _end_of(self, ticket: Ticket) -> _RequestEnd:
+    def _whole(self, ticket: Ticket) -> _WholeRequest:
         return {**self._of(ticket), "kind": ticket.kind, "context": ticket.context}

@@ -68,19 +68,24 @@ class _RequestEvent(_Event):
 
 
 @attrs.frozen(kw_only=True)
-class _RequestEnd(_RequestEvent):
-    """The one end of a request.
+class _WholeRequest(_RequestEvent):
+    """A request comes or goes.
 
     Attributes:
-        kind: what was asked for.
-        duration_s: seconds from submission to the end.
+        kind: what is asked for.
         context: the context variables of the task that asked, as they were when it did;
-            `None` if they are not known.  It means nothing outside this process.
+            `None` if they are not known, or of another program.
     """
 
     kind: RequestKind
-    duration_s: float
     context: Context | None = attrs.field(default=None, repr=False, eq=False)
+
+
+@attrs.frozen(kw_only=True)
+class _RequestEnd(_WholeRequest):
+    """The one end of a request, `duration_s` seconds after it was submitted."""
+
+    duration_s: float
 
 
 @attrs.frozen(kw_only=True)
@@ -120,10 +125,8 @@ class EngineFailed(_Event):
 
 
 @attrs.frozen(kw_only=True)
-class RequestQueued(_RequestEvent):
+class RequestQueued(_WholeRequest):
     """A request was accepted.  One that is refused at once (`Busy`) has no events at all."""
-
-    kind: RequestKind
 
 
 @attrs.frozen(kw_only=True)

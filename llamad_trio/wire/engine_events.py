@@ -3,6 +3,8 @@ sides are apart is told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import Context, ContextVar
 from typing import Any, get_args
 
 import attrs
@@ -10,10 +12,14 @@ from cattrs.gen import override
 
 from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.errors import LlamadError, ProtocolError
+from llamad_trio.wire.calls import CallId
 from llamad_trio.wire.converter import register, structure_known, unstructure
 from llamad_trio.wire.errors import error_from, error_reply
 
-__all__ = ["engine_event_from", "engine_event_reply"]
+__all__ = ["call_id", "engine_event_from", "engine_event_reply"]
+
+call_id: ContextVar[CallId | None] = ContextVar("llamad_trio call id", default=None)
+"""The `id` of the call that a task answers: events tell it of the requests it makes."""
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(EngineEvent)}
 
@@ -28,8 +34,16 @@ def _read_error(value: object, _: object) -> LlamadError:
     return error_from(value)
 
 
+def _write_context(context: Context | None) -> CallId | None:
+    return None if context is None else context.get(call_id)
+
+
+def _read_context(value: Context | None, _: object) -> Context | None:
+    return value
+
+
 _OVERRIDES = {
-    "context": override(omit=True),
+    "context": override(rename="call", struct_hook=_read_context, unstruct_hook=_write_context),
     "error": override(struct_hook=_read_error, unstruct_hook=_write_error),
 }
 
@@ -54,12 +68,15 @@ def engine_event_reply(event: EngineEvent, shift_s: float) -> dict[str, object]:
     }
 
 
-def engine_event_from(reply: dict[str, object], shift_s: float) -> EngineEvent | None:
+def engine_event_from(
+    reply: dict[str, object], shift_s: float, context_of: Callable[[object], Context | None]
+) -> EngineEvent | None:
     """The event that a line tells of; `None` for one of a kind that is not known here.
 
     Args:
         reply: the line.
         shift_s: added to the event's time.
+        context_of: the context of the task that made a call, by what is told of its id.
 
     Raises:
         ProtocolError: it tells of none.
@@ -70,5 +87,6 @@ def engine_event_from(reply: dict[str, object], shift_s: float) -> EngineEvent |
     kind = _KINDS.get(str(data.get("type")))
     if kind is None:
         return None
-    event: EngineEvent = structure_known(data, kind)
+    known = {**data, "call": context_of(data.get("call"))}
+    event: EngineEvent = structure_known(known, kind)
     return attrs.evolve(event, time=event.time + shift_s)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +41,7 @@ from llamad_trio.core.engine_events import (
     RequestCancelled,
     RequestFailed,
     RequestFinished,
+    RequestQueued,
     StepDone,
 )
 from llamad_trio.cores import physical_cores
@@ -469,6 +471,44 @@ async def test_its_events_are_those_of_an_engine_of_this_process(
         EngineClosed,
     ]
     assert watcher.all(EngineStopped)[0].reason is None
+
+
+who: ContextVar[str] = ContextVar("who")
+
+
+async def test_its_events_have_the_context_of_who_asked(tiny_path: Path) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    before = set(children())
+
+    async def ask(name: str, max_tokens: int) -> None:
+        who.set(name)
+        await models.complete(name, max_tokens=max_tokens)
+
+    async def crash() -> None:
+        who.set("crash")
+        with pytest.raises(EngineCrashed):
+            async with models.stream("x", max_tokens=ENDLESS) as pieces:
+                await until(lambda: len(watcher.all(RequestQueued)) == 3)
+                os.kill(await isolated_child(before), signal.SIGKILL)
+                await pieces.result()
+
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await models.wait_ready("a")
+        await nursery.start(watcher.run, models)
+        async with trio.open_nursery() as users:
+            users.start_soon(ask, "one", 2)
+            users.start_soon(ask, "two", 3)
+        await until(lambda: len(watcher.all(RequestFinished)) == 2)
+        await crash()
+
+    def asked(event: RequestQueued | RequestFinished | RequestFailed) -> str | None:
+        return None if event.context is None else event.context.get(who)
+
+    assert sorted(map(str, map(asked, watcher.all(RequestQueued)))) == ["crash", "one", "two"]
+    finished = {event.generated_tokens: asked(event) for event in watcher.all(RequestFinished)}
+    assert finished == {2: "one", 3: "two"}
+    assert list(map(asked, watcher.all(RequestFailed))) == ["crash"]
 
 
 async def test_a_crash_ends_the_requests_that_its_events_told_of(tiny_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextvars import copy_context
 from typing import Any, get_args
 
 import attrs
@@ -12,11 +13,13 @@ from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineFailed,
     FirstToken,
+    RequestCancelled,
     RequestFailed,
     RequestFinished,
+    RequestQueued,
 )
 from llamad_trio.core.errors import Busy, EngineCrashed, InferenceError, ProtocolError
-from llamad_trio.wire.engine_events import engine_event_from, engine_event_reply
+from llamad_trio.wire.engine_events import call_id, engine_event_from, engine_event_reply
 from llamad_trio.wire.strict_json import encode_line
 
 VALUES: dict[str, Any] = {
@@ -57,7 +60,17 @@ def shown(event: EngineEvent | None) -> str:
 
 def crossed(event: EngineEvent, shift_s: float = 0.0) -> EngineEvent | None:
     line = encode_line(engine_event_reply(event, shift_s))
-    return engine_event_from(json.loads(line), -shift_s)
+    return engine_event_from(json.loads(line), -shift_s, nobody)
+
+
+def with_more(kind: type[Any], **more: object) -> dict[str, object]:
+    told = engine_event_reply(an_event(kind), 0.0)["event"]
+    assert isinstance(told, dict)
+    return {"event": {**told, **more}}
+
+
+def nobody(call: object) -> None:
+    return None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -87,14 +100,31 @@ def test_errors_come_out_with_their_type() -> None:
             assert shown(crossed(event)) == shown(event)
 
 
-def test_the_context_of_the_caller_stays_at_home() -> None:
-    assert "context" not in str(engine_event_reply(an_event(RequestFinished), 0.0))
+@pytest.mark.parametrize("kind", [RequestQueued, RequestFinished, RequestFailed, RequestCancelled])
+def test_of_the_context_only_the_id_of_the_call_crosses(kind: type[Any]) -> None:
+    over_there = copy_context()
+    over_there.run(call_id.set, "seven")
+    event = attrs.evolve(an_event(kind), context=over_there)
+    line = encode_line(engine_event_reply(event, 0.0))
+    here = copy_context()
+    read = engine_event_from(json.loads(line), 0.0, lambda call: here if call == "seven" else None)
+    assert isinstance(read, kind)
+    assert read.context is here
+    assert shown(read) == shown(event)
+
+
+def test_no_other_side_can_say_what_the_context_is() -> None:
+    others: tuple[object, ...] = ("x", {}, ["x"])
+    for false in others:
+        read = engine_event_from(with_more(RequestFinished, context=false, call=false), 0.0, nobody)
+        assert isinstance(read, RequestFinished)
+        assert read.context is None
 
 
 def test_kinds_and_fields_that_are_newer_are_passed_by() -> None:
-    reply = engine_event_reply(an_event(FirstToken), 0.0)
-    assert engine_event_from({"event": {**reply["event"], "new": 1}}, 0.0) == an_event(FirstToken)  # type: ignore[dict-item]
-    assert engine_event_from({"event": {"type": "Unheard", "time": 1.0}}, 0.0) is None
+    read = engine_event_from(with_more(FirstToken, new=1), 0.0, nobody)
+    assert read == an_event(FirstToken)
+    assert engine_event_from({"event": {"type": "Unheard", "time": 1.0}}, 0.0, nobody) is None
 
 
 @pytest.mark.parametrize(
@@ -112,4 +142,4 @@ def test_kinds_and_fields_that_are_newer_are_passed_by() -> None:
 )
 def test_what_is_no_event_is_refused(reply: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
-        engine_event_from(reply, 0.0)
+        engine_event_from(reply, 0.0, nobody)
