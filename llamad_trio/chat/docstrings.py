@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import attrs
 
@@ -44,28 +45,30 @@ class Documentation:
 
 def read_docstring(docstring: str | None) -> Documentation:
     """Read a docstring; `None` is an empty one."""
-    lines = inspect.cleandoc(docstring or "").splitlines()
+    # A blank line at the end, so that there is one below every other.
+    lines = [*inspect.cleandoc(docstring or "").splitlines(), ""]
+    entries = [*_section_entries(lines), *_rest_entries(lines)]
     return Documentation(
         summary=_summary(lines),
-        parameters=dict(
-            [*_section_entries(lines), *_rest_entries(lines)],
-        ),
+        parameters={name: text for names, text in entries for name in names},
     )
+
+
+_Entry = tuple[Sequence[str], str]
+"""Some names, and the text that is about each of them."""
 
 
 def _summary(lines: Sequence[str]) -> str:
     paragraph: list[str] = []
-    for index, line in enumerate(lines):
-        underlined = index + 1 < len(lines) and _RULE.fullmatch(lines[index + 1])
-        if not line.strip() or _REST_FIELD.match(line) or underlined:
+    for line, below in pairwise(lines):
+        google_title = _ANY_GOOGLE_TITLE.fullmatch(line) and _indent(below)
+        if google_title or _RULE.fullmatch(below) or _REST_FIELD.match(line) or not line.strip():
             break
-        if _ANY_GOOGLE_TITLE.fullmatch(line) and _indent(lines[index + 1 : index + 2]):
-            break
-        paragraph.append(line.strip())
-    return " ".join(paragraph)
+        paragraph.append(line)
+    return _joined(paragraph)
 
 
-def _section_entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _section_entries(lines: Sequence[str]) -> Iterator[_Entry]:
     index = 0
     while index < len(lines):
         line, index = lines[index], index + 1
@@ -73,28 +76,35 @@ def _section_entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
             end = _end_of_indented(lines, index)
             yield from _entries(lines[index:end], _google_entry)
             index = end
-        elif _NUMPY_TITLE.fullmatch(line) and _RULE.fullmatch("".join(lines[index : index + 1])):
+        elif _NUMPY_TITLE.fullmatch(line) and _RULE.fullmatch(lines[index]):
             end = _end_of_numpy(lines, index + 1)
             yield from _entries(lines[index + 1 : end], _numpy_entry)
             index = end
 
 
 def _end_of_indented(lines: Sequence[str], start: int) -> int:
-    for index in range(start, len(lines)):
-        if lines[index].strip() and not _indent(lines[index : index + 1]):
-            return index
-    return len(lines)
+    rest = range(start, len(lines))
+    return next((i for i in rest if lines[i].strip() and not _indent(lines[i])), len(lines))
 
 
 def _end_of_numpy(lines: Sequence[str], start: int) -> int:
-    for index in range(start, len(lines) - 1):
-        if _RULE.fullmatch(lines[index + 1]):
-            return index
-    return len(lines)
+    rest = range(start, len(lines) - 1)
+    return next((i for i in rest if _RULE.fullmatch(lines[i + 1])), len(lines))
 
 
-_Entry = tuple[Sequence[str], str]
-"""The names at the beginning of a line, and the text after them."""
+def _entries(block: Sequence[str], read: Callable[[str], _Entry | None]) -> Iterator[_Entry]:
+    """Entries stand at the block's own indent; what is deeper continues the one above."""
+    margin = next((_indent(line) for line in block if line.strip()), 0)
+    names: Sequence[str] = ()
+    texts: list[str] = []
+    for line in block:
+        entry = read(line.strip()) if _indent(line) == margin else None
+        if entry:
+            yield names, _joined(texts)
+            names, texts = entry[0], [entry[1]]
+        else:
+            texts.append(line)
+    yield names, _joined(texts)
 
 
 def _google_entry(line: str) -> _Entry | None:
@@ -132,46 +142,19 @@ def _end_of_brackets(text: str) -> int:
     return text.find(")") + 1 or len(text)
 
 
-def _entries(
-    block: Sequence[str], read: Callable[[str], _Entry | None]
-) -> Iterator[tuple[str, str]]:
-    """Entries stand at the block's own indent; what is deeper continues the one above."""
-    margin = _indent(block)
-    names: Sequence[str] = ()
-    texts: list[str] = []
-    for line in block:
-        entry = read(line.strip()) if _indent([line]) == margin else None
-        if entry:
-            yield from _described(names, texts)
-            names, texts = entry[0], [entry[1]]
-        else:
-            texts.append(line)
-    yield from _described(names, texts)
-
-
-def _described(names: Sequence[str], texts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    text = _joined(texts)
-    for name in names:
-        yield name, text
-
-
-def _rest_entries(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _rest_entries(lines: Sequence[str]) -> Iterator[_Entry]:
     for index, line in enumerate(lines):
         entry = _REST_ENTRY.fullmatch(line)
         words = entry["head"].split() if entry else []
         names, rest = _leading_names(words[-1] if words else "")
         if entry and not rest:
             end = _end_of_indented(lines, index + 1)
-            yield from _described(names, [entry["text"], *lines[index + 1 : end]])
+            yield names, _joined([entry["text"], *lines[index + 1 : end]])
 
 
 def _joined(texts: Sequence[str]) -> str:
     return " ".join(text.strip() for text in texts if text.strip())
 
 
-def _indent(lines: Sequence[str]) -> int:
-    """Of the first line that is not blank."""
-    for line in lines:
-        if line.strip():
-            return len(line) - len(line.lstrip())
-    return 0
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip()) if line.strip() else 0

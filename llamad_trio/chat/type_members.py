@@ -8,68 +8,89 @@ from __future__ import annotations
 
 import collections.abc as abc
 import dataclasses
+import datetime as dt
+import decimal
 import enum
 import functools
 import inspect
-import operator
 import types
 import typing
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeGuard, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import attrs
 import msgspec
+import typing_extensions
 
 from llamad_trio.chat.docstrings import Documentation, read_docstring
 from llamad_trio.core.errors import ProtocolError
 
 __all__ = [
     "ARRAYS",
-    "MAPPINGS",
     "Member",
     "Members",
-    "ModelClass",
     "Peeled",
+    "Sort",
     "alias_value",
     "alternatives",
-    "is_model_class",
-    "is_union",
+    "cached_by_type",
     "literal_values",
     "members_of",
     "peel",
     "resolved_hints",
+    "sort_of",
     "type_name",
 ]
 
+T = TypeVar("T")
+
+_CACHED_TYPES = 256
+
 ARRAYS: Mapping[object, Callable[[Sequence[object]], object]] = {
-    list: list,
-    abc.Sequence: list,
-    abc.MutableSequence: list,
-    abc.Collection: list,
-    abc.Iterable: list,
-    set: set,
-    abc.Set: set,
-    abc.MutableSet: set,
+    **dict.fromkeys((list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable), list),
+    **dict.fromkeys((set, abc.Set, abc.MutableSet), set),
     frozenset: frozenset,
 }
 """What a JSON array of items of one type may become, and how."""
 
-MAPPINGS = frozenset({dict, abc.Mapping, abc.MutableMapping})
+
+class Sort(enum.Enum):
+    """By which rule a type is written as a schema, and made from data."""
+
+    UNION = enum.auto()
+    SCALAR = enum.auto()
+    ARRAY = enum.auto()
+    TUPLE = enum.auto()
+    MAPPING = enum.auto()
+    ANYTHING = enum.auto()
+    VALUES = enum.auto()
+    """A `Literal` or an enum."""
+    MODEL = enum.auto()
+    """A class that makes its own schema and validates its own data: a pydantic model."""
+    ALIAS = enum.auto()
+    CLASS = enum.auto()
+    """One with members, or what has no schema at all."""
+
+
+_SORTS: Mapping[object, Sort] = {
+    # msgspec reads each of these from one JSON scalar.
+    **dict.fromkeys((bool, int, float, str, types.NoneType), Sort.SCALAR),
+    **dict.fromkeys((dt.datetime, dt.date, dt.time, dt.timedelta), Sort.SCALAR),
+    **dict.fromkeys((uuid.UUID, decimal.Decimal), Sort.SCALAR),
+    **dict.fromkeys(ARRAYS, Sort.ARRAY),
+    **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping), Sort.MAPPING),
+    **dict.fromkeys((Any, object), Sort.ANYTHING),
+    tuple: Sort.TUPLE,
+}
 
 _CONSTRAINTS = (
     "gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length", "tz",
 )  # fmt: skip
 
 # `typing.ReadOnly` came with Python 3.13; `typing_extensions.ReadOnly` is another object before.
-_QUALIFIER_NAMES = frozenset({"Required", "NotRequired", "ReadOnly", "Final"})
-
-
-class ModelClass(typing.Protocol):
-    """A class that makes its own schema and validates its own data: a pydantic model."""
-
-    def model_json_schema(self) -> dict[str, Any]: ...
-
-    def model_validate_json(self, json_data: str, *, strict: bool) -> object: ...
+_QUALIFIERS = {"Required": True, "NotRequired": False, "ReadOnly": None, "Final": None}
+"""What each says of whether a member must be there."""
 
 
 @attrs.frozen
@@ -80,11 +101,13 @@ class Peeled:
         base: the type.
         metas: constraints on it, the outermost last.
         description: for whoever produces a value of it.
+        required: whether it was `Required` or `NotRequired`; `None` for neither.
     """
 
     base: object
     metas: tuple[msgspec.Meta, ...] = ()
     description: str | None = None
+    required: bool | None = None
 
     @property
     def constrained(self) -> bool:
@@ -92,11 +115,19 @@ class Peeled:
         return any(getattr(meta, name) is not None for meta in self.metas for name in _CONSTRAINTS)
 
     @property
+    def origin(self) -> object:
+        """The generic type that it is made from, or else the type itself."""
+        return typing.get_origin(self.base) or self.base
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What stands in the brackets of a generic type."""
+        return typing.get_args(self.base)
+
+    @property
     def annotated(self) -> object:
         """The type again, with the constraints only."""
-        return (
-            Annotated[(self.base, *self.metas)] if self.metas else self.base
-        )  # mypy takes the tuple for the type
+        return Annotated[(self.base, *self.metas)] if self.metas else self.base
 
 
 @attrs.frozen
@@ -136,23 +167,34 @@ class Members:
     description: str | None = None
 
 
+def cached_by_type(build: Callable[[object], T]) -> Callable[[object], T]:
+    """Remember what was made of the types met last; those without a hash are read anew."""
+    # Equal unions may differ in order, which matters; their texts differ.
+    cached = functools.lru_cache(_CACHED_TYPES)(lambda kind, _text: build(kind))
+
+    def found(kind: object) -> T:
+        try:
+            return cached(kind, repr(kind))
+        except TypeError:
+            return build(kind)
+
+    return found
+
+
 def type_name(kind: object) -> str:
     """A type as its author would write it, without modules."""
-    origin = typing.get_origin(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, arguments))}]"
+    if _is_union(kind):
+        return " | ".join(map(type_name, arguments))
+    if origin is not None:
+        return f"{type_name(origin)}[{', '.join(map(type_name, arguments))}]"
     if kind is None or kind is types.NoneType:
         return "None"
-    if origin is Annotated:
-        return type_name(typing.get_args(kind)[0])
-    if origin is Literal:
-        return f"Literal[{', '.join(map(repr, typing.get_args(kind)))}]"
-    if is_union(kind):
-        return " | ".join(map(type_name, typing.get_args(kind)))
-    if origin is not None:
-        arguments = ", ".join(map(type_name, typing.get_args(kind)))
-        return f"{type_name(origin)}[{arguments}]"
-    if kind is ...:
-        return "..."
-    name = getattr(kind, "__name__", None)
+    name = "..." if kind is ... else getattr(kind, "__name__", None)
     return name if isinstance(name, str) else repr(kind)
 
 
@@ -163,6 +205,7 @@ def peel(kind: object) -> Peeled:
     """
     metas: list[msgspec.Meta] = []
     description: str | None = None
+    required: bool | None = None
     while True:
         origin = typing.get_origin(kind)
         if origin is Annotated:
@@ -171,26 +214,35 @@ def peel(kind: object) -> Peeled:
             description = description or next(filter(None, map(_note_text, reversed(notes))), None)
         elif isinstance(kind, typing.NewType):
             kind = kind.__supertype__
-        elif getattr(origin, "_name", None) in _QUALIFIER_NAMES:
+        elif (qualifier := getattr(origin, "_name", None)) in _QUALIFIERS:
             (kind,) = typing.get_args(kind)
+            required = _QUALIFIERS[qualifier] if required is None else required
         else:
-            return Peeled(kind, tuple(metas), description)
+            base = types.NoneType if kind is None else kind
+            return Peeled(base, tuple(metas), description, required)
 
 
 def _note_text(note: object) -> str | None:
     # `typing_extensions.Doc` has `documentation`; `msgspec.Meta` and pydantic's `Field`
     # have `description`.
-    for text in (
-        note,
-        getattr(note, "documentation", None),
-        getattr(note, "description", None),
-    ):
-        if isinstance(text, str):
-            return text
-    return None
+    texts = (note, getattr(note, "documentation", None), getattr(note, "description", None))
+    return next((text for text in texts if isinstance(text, str)), None)
 
 
-def is_union(kind: object) -> bool:
+def sort_of(peeled: Peeled) -> Sort:
+    """By which rule a type is read."""
+    if _is_union(peeled.base):
+        return Sort.UNION
+    if peeled.origin in _SORTS:
+        return _SORTS[peeled.origin]
+    if literal_values(peeled.base) is not None:
+        return Sort.VALUES
+    if _is_model_class(peeled.base):
+        return Sort.MODEL
+    return Sort.CLASS if alias_value(peeled.base) is None else Sort.ALIAS
+
+
+def _is_union(kind: object) -> bool:
     """Whether it is `X | Y`, `Union` or `Optional`."""
     return typing.get_origin(kind) in {typing.Union, types.UnionType}
 
@@ -213,17 +265,15 @@ def alternatives(kind: object) -> Iterator[object]:
     """
     peeled = peel(kind)
     value = alias_value(peeled.base)
-    if value is not None and is_union(peel(value).base):
+    if value is not None and _is_union(peel(value).base):
         yield from alternatives(value)
-    elif is_union(peeled.base):
+    elif _is_union(peeled.base):
         for member in typing.get_args(peeled.base):
             for alternative in alternatives(member):
                 if alternative is msgspec.UnsetType:
                     continue
-                if peeled.constrained and alternative is not types.NoneType:
-                    yield Annotated[(alternative, *peeled.metas)]  # as above
-                else:
-                    yield alternative
+                limited = peeled.constrained and alternative is not types.NoneType
+                yield Peeled(alternative, peeled.metas).annotated if limited else alternative
     else:
         yield kind
 
@@ -239,8 +289,8 @@ def literal_values(kind: object) -> tuple[tuple[object, object], ...] | None:
     return tuple((v.value if isinstance(v, enum.Enum) else v, v) for v in values)
 
 
-def is_model_class(kind: object) -> TypeGuard[ModelClass]:
-    """Whether it is a pydantic model; found out without pydantic, which may not be there."""
+def _is_model_class(kind: object) -> bool:
+    # A pydantic model, found out without pydantic, which may not be there.
     return isinstance(kind, type) and all(
         callable(getattr(kind, name, None)) for name in ("model_json_schema", "model_validate_json")
     )
@@ -254,27 +304,21 @@ def resolved_hints(owner: object, where: str) -> dict[str, object]:
     Raises:
         ProtocolError: a hint that names something unknown.
     """
-    # A class made inside a function does not find its own name in the module.
-    local = {owner.__name__: owner} if isinstance(owner, type) else None
     try:
         if isinstance(owner, type):
+            # A class made inside a function does not find its own name in the module.
+            local = {owner.__name__: owner}
             return typing.get_type_hints(owner, localns=local, include_extras=True)
-        return _parameter_hints(owner)
+        hints: Mapping[str, object] = getattr(owner, "__annotations__", {})
+        parameters = types.SimpleNamespace(
+            __annotations__={name: hint for name, hint in hints.items() if name != "return"},
+            __type_params__=getattr(owner, "__type_params__", ()),
+        )
+        names = getattr(inspect.unwrap(cast("Any", owner)), "__globals__", {})
+        return typing.get_type_hints(parameters, globalns=names, include_extras=True)
     except Exception as error:
         # Evaluating a hint runs its author's code, which may raise anything.
         raise ProtocolError(f"{where}: its type hints cannot be read: {error}") from error
-
-
-def _parameter_hints(function: object) -> dict[str, object]:
-    defined = inspect.unwrap(cast("Callable[..., object]", function))
-    hints: Mapping[str, object] = getattr(function, "__annotations__", {})
-    only_parameters = types.SimpleNamespace(
-        __annotations__={name: hint for name, hint in hints.items() if name != "return"},
-        __type_params__=getattr(function, "__type_params__", ()),
-    )
-    return typing.get_type_hints(
-        only_parameters, globalns=getattr(defined, "__globals__", {}), include_extras=True
-    )
 
 
 def members_of(kind: object, where: str) -> Members | None:
@@ -283,155 +327,95 @@ def members_of(kind: object, where: str) -> Members | None:
     Raises:
         ProtocolError: a hint that cannot be read, or is not there.
     """
-    origin = typing.get_origin(kind) or kind
-    reader = _reader(origin) if isinstance(origin, type) else None
-    if reader is None or not isinstance(origin, type):
+    cls = typing.get_origin(kind) or kind
+    if not isinstance(cls, type):
         return None
-    documentation = _class_documentation(origin)
-    hints = resolved_hints(origin, where)
-    mapping = _type_arguments(kind)
-    members = reader(origin, hints)
-    for member in members.items:
-        if member.hint is None and member.name not in hints:
+    read = next((read for applies, read in _READERS if applies(cls)), None)
+    if read is None:
+        return None
+    hints = resolved_hints(cls, where)
+    documentation = _class_documentation(cls)
+    arguments = _type_arguments(kind)
+
+    def finished(member: Member) -> Member:
+        if member.hint is None:
             raise ProtocolError(f"{where}.{member.name}: has no type hint")
-        if isinstance(member.hint, dataclasses.InitVar):
-            raise ProtocolError(f"{where}.{member.name}: an InitVar is not supported")
-    return attrs.evolve(
-        members,
+        return attrs.evolve(
+            member,
+            hint=_substitute(member.hint, arguments),
+            description=member.description
+            or peel(member.hint).description
+            or documentation.parameters.get(member.attribute or member.name),
+        )
+
+    for name, hint in hints.items():
+        if isinstance(hint, dataclasses.InitVar):
+            raise ProtocolError(f"{where}.{name}: an InitVar is not supported")
+    config = getattr(cls, "__struct_config__", None)
+    return Members(
+        make=cls,
+        items=tuple(map(finished, read(cls, hints))),
+        array=read is _named_tuple_members or (config is not None and config.array_like),
         description=documentation.summary or None,
-        items=tuple(
-            attrs.evolve(
-                member,
-                hint=_substitute(member.hint, mapping),
-                description=member.description
-                or peel(member.hint).description
-                or documentation.parameters.get(member.attribute or member.name),
-            )
-            for member in members.items
-        ),
     )
 
 
-_Reader = Callable[[type, Mapping[str, object]], Members]
-
-
-def _reader(cls: type) -> _Reader | None:
-    if attrs.has(cls):
-        return _attrs_members
-    if dataclasses.is_dataclass(cls):
-        return _dataclass_members
-    if typing.is_typeddict(cls) or hasattr(cls, "__required_keys__"):
-        return _typed_dict_members
-    if issubclass(cls, tuple) and hasattr(cls, "_field_defaults"):
-        return _named_tuple_members
-    if issubclass(cls, msgspec.Struct):
-        return _struct_members
-    return None
-
-
-def _attrs_members(cls: type, hints: Mapping[str, object]) -> Members:
-    fields = attrs.fields(cast("type[attrs.AttrsInstance]", cls))
-    return Members(
-        cls,
-        tuple(
-            Member(
-                name=field.alias or field.name,
-                attribute=field.alias or field.name,
+def _attrs_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
+    for field in attrs.fields(cls):
+        if field.init:
+            yield Member(
+                name=field.alias,
+                attribute=field.alias,
                 hint=hints.get(field.name, field.type),
                 required=field.default is attrs.NOTHING,
-                description=_text_or_none(field.metadata.get("description")),
+                description=_note_text(field.metadata.get("description")),
             )
-            for field in fields
-            if field.init
-        ),
-    )
 
 
-def _dataclass_members(cls: type, hints: Mapping[str, object]) -> Members:
-    fields = [field for field in dataclasses.fields(cls) if field.init]
-    names = {field.name for field in fields}
-    return Members(
-        cls,
-        (
-            *(
-                Member(
-                    name=field.name,
-                    attribute=field.name,
-                    hint=hints[field.name],
-                    required=field.default is dataclasses.MISSING
-                    and field.default_factory is dataclasses.MISSING,
-                    description=_text_or_none(field.metadata.get("description")),
-                )
-                for field in fields
-            ),
-            *(
-                Member(name, name, hint, required=True)
-                for name, hint in hints.items()
-                if isinstance(hint, dataclasses.InitVar) and name not in names
-            ),
-        ),
-    )
+def _dataclass_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(cls):
+        if field.init:
+            yield Member(
+                name=field.name,
+                attribute=field.name,
+                hint=hints[field.name],
+                required=field.default is missing and field.default_factory is missing,
+                description=_note_text(field.metadata.get("description")),
+            )
 
 
-def _typed_dict_members(cls: type, hints: Mapping[str, object]) -> Members:
-    required_keys: frozenset[str] = cls.__required_keys__  # type: ignore[attr-defined]
-    return Members(
-        dict,
-        tuple(
-            # `__required_keys__` is wrong where the hints were strings: they hid `NotRequired`.
-            Member(name, name, hint, required=_requirement(hint, name in required_keys))
-            for name, hint in hints.items()
-        ),
-    )
+def _typed_dict_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
+    for name, hint in hints.items():
+        # `__required_keys__` is wrong where the hints were strings: they hid `NotRequired`.
+        required = peel(hint).required
+        yield Member(
+            name, name, hint, name in cls.__required_keys__ if required is None else required
+        )
 
 
-def _requirement(hint: object, otherwise: bool) -> bool:
-    while True:
-        match getattr(typing.get_origin(hint), "_name", None):
-            case "Required":
-                return True
-            case "NotRequired":
-                return False
-        if typing.get_origin(hint) is not Annotated and peel(hint).base is hint:
-            return otherwise
-        hint = typing.get_args(hint)[0]
+def _named_tuple_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
+    for name in cls._fields:
+        yield Member(name, name, hints.get(name), required=name not in cls._field_defaults)
 
 
-def _named_tuple_members(cls: type, hints: Mapping[str, object]) -> Members:
-    defaults: Mapping[str, object] = cls._field_defaults  # type: ignore[attr-defined]
-    names: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
-    return Members(
-        cls,
-        tuple(Member(n, n, hints.get(n), required=n not in defaults) for n in names),
-        array=True,
-    )
+def _struct_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
+    config = cls.__struct_config__
+    if config.tag_field is not None:
+        yield Member(config.tag_field, None, Literal[config.tag], required=True)
+    for field in msgspec.structs.fields(cls):
+        yield Member(field.encode_name, field.name, hints[field.name], required=field.required)
 
 
-def _struct_members(cls: type, hints: Mapping[str, object]) -> Members:
-    struct = cast("type[msgspec.Struct]", cls)
-    config = struct.__struct_config__
-    tag = (
-        (
-            Member(config.tag_field, None, Literal[config.tag], required=True),
-        )  # a value known at run time
-        if config.tag_field is not None
-        else ()
-    )
-    return Members(
-        cls,
-        (
-            *tag,
-            *(
-                Member(field.encode_name, field.name, hints[field.name], required=field.required)
-                for field in msgspec.structs.fields(struct)
-            ),
-        ),
-        array=config.array_like,
-    )
-
-
-def _text_or_none(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+_Reader = Callable[[Any, Mapping[str, object]], Iterator[Member]]
+_READERS: Sequence[tuple[Callable[[type], bool], _Reader]] = (
+    (attrs.has, _attrs_members),
+    (dataclasses.is_dataclass, _dataclass_members),
+    (typing_extensions.is_typeddict, _typed_dict_members),
+    (lambda cls: issubclass(cls, tuple) and hasattr(cls, "_field_defaults"), _named_tuple_members),
+    (lambda cls: issubclass(cls, msgspec.Struct), _struct_members),
+)
+"""How to find that a class is of a sort, and what then reads its fields."""
 
 
 def _class_documentation(cls: type) -> Documentation:
@@ -460,8 +444,5 @@ def _substitute(hint: object, mapping: Mapping[object, object]) -> object:
     is_class = isinstance(hint, type) and typing.get_origin(hint) is None
     if is_class or not parameters:
         return hint
-    if isinstance(hint, types.UnionType):
-        members = (_substitute(member, mapping) for member in typing.get_args(hint))
-        return functools.reduce(operator.or_, cast("Iterator[type]", members))
-    subscript = cast("Any", hint)
-    return subscript[tuple(mapping.get(parameter, parameter) for parameter in parameters)]
+    arguments = tuple(mapping.get(parameter, parameter) for parameter in parameters)
+    return cast("Any", hint)[arguments]

@@ -9,47 +9,35 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import decimal
-import functools
+import itertools
 import json
 import re
-import types
 import typing
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from llamad_trio.chat.type_members import (
     ARRAYS,
-    MAPPINGS,
     Member,
-    ModelClass,
     Peeled,
+    Sort,
     alias_value,
     alternatives,
-    is_model_class,
-    is_union,
+    cached_by_type,
     literal_values,
     members_of,
     peel,
+    sort_of,
     type_name,
 )
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = ["SCALARS", "WRITTEN_AS", "schema_of", "schema_of_members"]
+__all__ = ["WRITTEN_AS", "reference", "schema_of", "schema_of_members"]
 
 Schema = dict[str, Any]
-
-_CACHED_TYPES = 256
-
-SCALARS = frozenset(
-    {
-        *(bool, int, float, str, types.NoneType),
-        *(dt.datetime, dt.date, dt.time, dt.timedelta, uuid.UUID, decimal.Decimal),
-    }
-)
-"""Types that msgspec reads from one JSON scalar."""
 
 _CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
 _CLOCK_SPAN = (
@@ -73,6 +61,15 @@ _ZONED_TIME = rf"^{_CLOCK}{_OFFSET}$"
 _DURATION = rf"^-?P(?:[0-9]{{1,8}}D(?:T{_CLOCK_SPAN})?|T{_CLOCK_SPAN})$"
 _DECIMAL = r"^-?[0-9]+(?:\.[0-9]+)?(?:E[+-]?[0-9]{1,3})?$"
 _INTEGER = r"^-?(?:0|[1-9][0-9]*)$"
+
+_PATTERNS: Mapping[object, str] = {
+    dt.datetime: _ZONED,
+    (dt.datetime, False): _NAIVE,
+    dt.time: _TIME,
+    (dt.time, True): _ZONED_TIME,
+    decimal.Decimal: _DECIMAL,
+}
+"""Of scalars that msgspec's schema says too little of; those with a zone, or without, apart."""
 
 WRITTEN_AS: Mapping[str, str] = {
     _DATE: "date",
@@ -120,13 +117,7 @@ def schema_of(kind: object) -> dict[str, object]:
     Raises:
         ProtocolError: a type, named with its place, that no schema describes.
     """
-    try:
-        # Equal unions may differ in order, which the schema keeps; their texts differ.
-        return copy.deepcopy(_cached_schema(kind, repr(kind)))
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return _build_schema(kind)
+    return copy.deepcopy(_build_schema(kind))
 
 
 def schema_of_members(name: str, members: Sequence[Member]) -> dict[str, object]:
@@ -139,11 +130,7 @@ def schema_of_members(name: str, members: Sequence[Member]) -> dict[str, object]
     return builder.finish(builder.object_of(members, name))
 
 
-@functools.lru_cache(_CACHED_TYPES)
-def _cached_schema(kind: object, _text: str) -> Schema:
-    return _build_schema(kind)
-
-
+@cached_by_type
 def _build_schema(kind: object) -> Schema:
     builder = _Builder()
     return builder.finish(builder.schema(kind, type_name(peel(kind).base)))
@@ -158,137 +145,116 @@ class _Builder:
 
     def finish(self, root: Schema) -> Schema:
         """The whole schema: definitions used once stand where they are used."""
-        uses: dict[str, int] = {}
-        pending = [root]
-        while pending:
-            for name in _references(pending.pop()):
-                uses[name] = uses.get(name, 0) + 1
-                if uses[name] == 1:
-                    pending.append(self._definitions[name])
-        # One used once is in no cycle: a cycle that can be reached is used from outside, too.
-        inlined = {name for name, count in uses.items() if count == 1}
-        result = self._inline(root, inlined)
-        kept = {
-            name: self._inline(definition, inlined)
-            for name, definition in self._definitions.items()
-            if uses.get(name, 0) > 1
-        }
-        return {**result, "$defs": kept} if kept else result
+        uses: Counter[str] = Counter()
 
-    def _inline(self, schema: Any, inlined: set[str]) -> Any:
-        if isinstance(schema, list):
-            return [self._inline(item, inlined) for item in schema]
-        if not isinstance(schema, dict):
-            return schema
-        name = _reference(schema)
-        if name in inlined:
-            definition = self._definitions[name]
-            schema = {**definition, **{k: v for k, v in schema.items() if k != "$ref"}}
-        # Properties may be called anything: under their key stand names, not keywords.
-        return {
-            key: {name: self._inline(value, inlined) for name, value in part.items()}
-            if key in {"properties", "patternProperties"}
-            else part
-            if key in {"enum", "const"}
-            else self._inline(part, inlined)
-            for key, part in schema.items()
+        def count(schema: Schema) -> Schema:
+            name = reference(schema)
+            if name is not None:
+                uses[name] += 1
+                if uses[name] == 1:
+                    count(self._definitions[name])
+            return _with_parts(schema, count)
+
+        def inline(schema: Schema) -> Schema:
+            name = reference(schema)
+            # One used once is in no cycle: a cycle that can be reached is used from outside, too.
+            if name is None or uses[name] > 1:
+                return _with_parts(schema, inline)
+            beside = {key: part for key, part in schema.items() if key != "$ref"}
+            return inline({**self._definitions[name], **beside})
+
+        count(root)
+        kept = {
+            name: inline(definition)
+            for name, definition in self._definitions.items()
+            if uses[name] > 1
         }
+        return {**inline(root), "$defs": kept} if kept else inline(root)
 
     def schema(self, kind: object, where: str) -> Schema:
         """The schema of a type at a place; classes are references."""
         peeled = peel(kind)
-        schema = self._bare_schema(peeled, where)
-        if peeled.description and peeled.base not in SCALARS:
-            return {**schema, "description": peeled.description}
-        if peeled.description:
-            return {"description": peeled.description, **schema}
-        return schema
-
-    def _bare_schema(self, peeled: Peeled, where: str) -> Schema:
-        base = peeled.base
-        origin = typing.get_origin(base) or base
-        if base is None:
-            base = types.NoneType
-        if is_union(base):
-            return self._union(peeled, where)
-        if _is_scalar(base):
-            return _scalar(base, peeled, where)
-        if origin in ARRAYS:
-            return self._array(peeled, where)
-        if origin in MAPPINGS:
-            return self._mapping(peeled, where)
-        if peeled.constrained:
-            raise ProtocolError(f"{where}: constraints on {type_name(base)} are not supported")
-        if base is Any or base is object:
-            return {}
-        values = literal_values(base)
-        if values is not None:
-            return _enumeration(values, where)
-        if is_model_class(base):
-            return self._model(base, where)
-        value = alias_value(base)
-        if value is not None:
-            return self._alias(base, value, where)
-        if origin is tuple:
-            return self._tuple(base, where)
-        return self._class(base, where)
+        sort = sort_of(peeled)
+        if peeled.constrained and sort not in _CONSTRAINABLE:
+            raise ProtocolError(
+                f"{where}: constraints on {type_name(peeled.base)} are not supported"
+            )
+        schema = _RULES[sort](self, peeled, where)
+        if not peeled.description:
+            return schema
+        said = {"description": peeled.description}
+        return {**said, **schema} if sort is Sort.SCALAR else {**schema, **said}
 
     def _union(self, peeled: Peeled, where: str) -> Schema:
         found = [self.schema(each, where) for each in alternatives(peeled.annotated)]
         return found[0] if len(found) == 1 else {"anyOf": found}
 
+    def _scalar(self, peeled: Peeled, where: str) -> Schema:
+        schema = _constrained(peeled.base, peeled, where)
+        zoned = next((meta.tz for meta in peeled.metas if meta.tz is not None), None)
+        pattern = _PATTERNS.get((peeled.base, zoned)) or _PATTERNS.get(peeled.base)
+        return {**schema, "pattern": pattern} if pattern else schema
+
     def _array(self, peeled: Peeled, where: str) -> Schema:
         schema = _constrained(list, peeled, where)
-        arguments = typing.get_args(peeled.base)
-        if not arguments:
+        if not peeled.arguments:
             return schema
-        make = ARRAYS[typing.get_origin(peeled.base)]
-        if make in {set, frozenset} and not _is_hashable(arguments[0]):
-            raise ProtocolError(f"{where}: {type_name(arguments[0])} cannot stand in a set")
-        return {**schema, "items": self.schema(arguments[0], f"{where}[]")}
+        (item,) = peeled.arguments
+        if ARRAYS[peeled.origin] is not list and not _is_hashable(item):
+            raise ProtocolError(f"{where}: {type_name(item)} cannot stand in a set")
+        return {**schema, "items": self.schema(item, f"{where}[]")}
 
     def _mapping(self, peeled: Peeled, where: str) -> Schema:
         schema = _constrained(dict, peeled, where)
-        arguments = typing.get_args(peeled.base)
-        if not arguments:
+        if not peeled.arguments:
             return schema
-        value = self.schema(arguments[1], f"{where}[…]")
-        keys = self.schema(arguments[0], f"{where}: key")
+        key, value = peeled.arguments
+        values = self.schema(value, f"{where}[…]")
+        keys = self.schema(key, f"{where}: key")
         keys.pop("description", None)
-        return {**schema, **_keyed(keys, value, where)}
+        return {**schema, **_keyed(keys, values, where)}
 
-    def _tuple(self, base: object, where: str) -> Schema:
-        items = typing.get_args(base)
+    def _tuple(self, peeled: Peeled, where: str) -> Schema:
+        items = peeled.arguments
         if items and items[-1] is ...:
             return {"type": "array", "items": self.schema(items[0], f"{where}[]")}
         if not items:
             # `tuple[()]` is empty, `tuple` is anything.
-            return {"type": "array"} if base is tuple else {"type": "array", "maxItems": 0}
+            return {"type": "array"} if peeled.base is tuple else {"type": "array", "maxItems": 0}
         return _fixed_array(
             [self.schema(item, f"{where}[{i}]") for i, item in enumerate(items)], len(items)
         )
 
-    def _alias(self, alias: object, value: object, where: str) -> Schema:
+    def _anything(self, _peeled: Peeled, _where: str) -> Schema:
+        return {}
+
+    def _values(self, peeled: Peeled, where: str) -> Schema:
+        values = literal_values(peeled.base)
+        if not values:
+            raise ProtocolError(f"{where}: an enum without members has no values")
+        for value, member in values:
+            if not isinstance(value, str | int | float | None):
+                raise ProtocolError(f"{where}: {member!r} cannot be written as a JSON scalar")
+        return {"enum": [value for value, _ in values]}
+
+    def _alias(self, peeled: Peeled, where: str) -> Schema:
+        alias = peeled.base
         if alias not in self._names:
             name = self._reserve(alias, type_name(alias))
-            self._definitions[name] = self.schema(value, where)
+            self._definitions[name] = self.schema(alias_value(alias), where)
         return {"$ref": _REF + self._names[alias]}
 
-    def _class(self, kind: object, where: str) -> Schema:
+    def _class(self, peeled: Peeled, where: str) -> Schema:
+        kind = peeled.base
         if kind not in self._names:
             members = members_of(kind, where)
             if members is None:
                 raise ProtocolError(f"{where}: {_kind_of(kind)} has no JSON schema")
             name = self._reserve(kind, type_name(kind))
             place = where if where == type_name(kind) else f"{where} ({type_name(kind)})"
-            definition = (
-                self._array_of(members.items, place)
-                if members.array
-                else self.object_of(members.items, place)
-            )
-            if members.description:
-                definition = {"description": members.description, **definition}
-            self._definitions[name] = definition
+            write = self._array_of if members.array else self.object_of
+            said = {"description": members.description} if members.description else {}
+            self._definitions[name] = {**said, **write(members.items, place)}
         return {"$ref": _REF + self._names[kind]}
 
     def object_of(self, members: Sequence[Member], where: str) -> Schema:
@@ -308,8 +274,9 @@ class _Builder:
         schema = self.schema(member.hint, f"{where}.{member.name}")
         return {**schema, "description": member.description} if member.description else schema
 
-    def _model(self, model: ModelClass, where: str) -> Schema:
+    def _model(self, peeled: Peeled, where: str) -> Schema:
         """A pydantic model's own schema, with its definitions among ours."""
+        model: Any = peeled.base
         try:
             raw = model.model_json_schema()
         except Exception as error:
@@ -323,29 +290,43 @@ class _Builder:
                     "pydantic's schema tells of text, dates and names only"
                 )
         definitions: Mapping[str, Schema] = raw.pop("$defs", {})
-        # The same model reached from two sides has the same text, and gets one name.
-        names = {
-            name: self._names.get(key) or self._reserve(key, name)
-            for name, key in ((n, f"{n}: {json.dumps(d)}") for n, d in definitions.items())
-        }
+
+        def named(name: str, definition: Schema) -> str:
+            # The same model reached from two sides has the same text, and gets one name.
+            text = f"{name}: {json.dumps(definition)}"
+            return self._names.get(text) or self._reserve(text, name)
+
+        names = {name: named(name, definition) for name, definition in definitions.items()}
         for name, definition in definitions.items():
             self._definitions[names[name]] = _cleaned(definition, definitions, names, where)
+        root = _cleaned(raw, definitions, names, where)
         if "$ref" in raw:
-            return dict(_cleaned(raw, definitions, names, where))
-        key = f"{type_name(model)}: {json.dumps(raw)}"
-        name = self._names.get(key) or self._reserve(key, type_name(model))
-        self._definitions[name] = _cleaned(raw, definitions, names, where)
+            return root
+        name = named(type_name(model), raw)
+        self._definitions[name] = root
         return {"$ref": _REF + name}
 
     def _reserve(self, key: object, name: str) -> str:
         stem = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "type"
+        numbered = (f"{stem}_{number}" for number in itertools.count(2))
         taken = set(self._names.values())
-        count, unique = 1, stem
-        while unique in taken:
-            count += 1
-            unique = f"{stem}_{count}"
-        self._names[key] = unique
-        return unique
+        self._names[key] = next(n for n in itertools.chain([stem], numbered) if n not in taken)
+        return self._names[key]
+
+
+_CONSTRAINABLE = frozenset({Sort.UNION, Sort.SCALAR, Sort.ARRAY, Sort.MAPPING})
+_RULES: Mapping[Sort, Callable[[_Builder, Peeled, str], Schema]] = {
+    Sort.UNION: _Builder._union,
+    Sort.SCALAR: _Builder._scalar,
+    Sort.ARRAY: _Builder._array,
+    Sort.TUPLE: _Builder._tuple,
+    Sort.MAPPING: _Builder._mapping,
+    Sort.ANYTHING: _Builder._anything,
+    Sort.VALUES: _Builder._values,
+    Sort.MODEL: _Builder._model,
+    Sort.ALIAS: _Builder._alias,
+    Sort.CLASS: _Builder._class,
+}
 
 
 def _kind_of(kind: object) -> str:
@@ -358,10 +339,6 @@ def _kind_of(kind: object) -> str:
     return f"{kind!r}, which is no type,"
 
 
-def _is_scalar(base: object) -> bool:
-    return isinstance(base, type) and base in SCALARS
-
-
 def _is_hashable(kind: object) -> bool:
     members = [peel(each).base for each in alternatives(kind)]
     return all(getattr(typing.get_origin(m) or m, "__hash__", None) is not None for m in members)
@@ -369,33 +346,10 @@ def _is_hashable(kind: object) -> bool:
 
 def _constrained(bare: object, peeled: Peeled, where: str) -> Schema:
     try:
-        schema = msgspec.json.schema(
-            Annotated[(bare, *peeled.metas)] if peeled.metas else bare
-        )  # a type known at run time
+        schema = msgspec.json.schema(Peeled(bare, peeled.metas).annotated)
     except TypeError as error:
         raise ProtocolError(f"{where}: {error}") from error
-    return dict(_cleaned(schema, {}, {}, where))
-
-
-def _scalar(base: object, peeled: Peeled, where: str) -> Schema:
-    schema = _constrained(base, peeled, where)
-    zoned = [meta.tz for meta in peeled.metas if meta.tz is not None]
-    if base is dt.datetime:
-        return schema | {"pattern": _NAIVE if zoned == [False] else _ZONED}
-    if base is dt.time:
-        return schema | {"pattern": _ZONED_TIME if zoned == [True] else _TIME}
-    if base is decimal.Decimal:
-        return {"type": "string", "pattern": _DECIMAL}
-    return schema
-
-
-def _enumeration(values: Sequence[tuple[object, object]], where: str) -> Schema:
-    if not values:
-        raise ProtocolError(f"{where}: an enum without members has no values")
-    for value, member in values:
-        if not isinstance(value, str | int | float | None):
-            raise ProtocolError(f"{where}: {member!r} cannot be written as a JSON scalar")
-    return {"enum": [value for value, _ in values]}
+    return _cleaned(schema, {}, {}, where)
 
 
 def _fixed_array(items: list[Schema], required: int) -> Schema:
@@ -422,59 +376,59 @@ def _keyed(keys: Schema, value: Schema | bool, where: str) -> Schema:
     raise ProtocolError(f"{where}: keys of an object can be text, integers or one of some names")
 
 
-def _references(schema: object) -> Iterator[str]:
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _references(item)
-    elif isinstance(schema, dict):
-        name = _reference(schema)
-        if name is not None:
-            yield name
-        for key, part in schema.items():
-            if key in {"properties", "patternProperties"}:
-                yield from _references(list(part.values()))
-            elif key not in {"enum", "const"}:
-                yield from _references(part)
+def reference(schema: Mapping[str, object]) -> str | None:
+    """The name of the definition that a schema refers to, if it does."""
+    target = schema.get("$ref")
+    return target.removeprefix(_REF) if isinstance(target, str) else None
 
 
-def _reference(schema: Schema) -> str | None:
-    reference = schema.get("$ref")
-    return reference.removeprefix(_REF) if isinstance(reference, str) else None
+def _with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """A schema whose own schemas, one level down, are changed."""
+
+    def changed(part: Any) -> Any:
+        return change(part) if isinstance(part, dict) else part
+
+    result: Schema = {}
+    for key, part in schema.items():
+        match key:
+            case "properties" | "patternProperties":
+                # Properties may be called anything: here stand names, not keywords.
+                result[key] = {name: changed(value) for name, value in part.items()}
+            case "anyOf" | "allOf" | "prefixItems":
+                result[key] = [changed(each) for each in part]
+            case "items" | "additionalProperties":
+                result[key] = changed(part)
+            case _:
+                result[key] = part
+    return result
 
 
 def _cleaned(
-    schema: Any, definitions: Mapping[str, Schema], names: Mapping[str, str], where: str
-) -> Any:
+    schema: Schema, definitions: Mapping[str, Schema], names: Mapping[str, str], where: str
+) -> Schema:
     """A foreign schema in our words: closed objects, no `oneOf`, nothing llguidance refuses."""
 
-    def clean(part: Any) -> Any:
+    def clean(part: Schema) -> Schema:
         return _cleaned(part, definitions, names, where)
 
-    if not isinstance(schema, dict):
-        return schema
     result: Schema = {}
     for key, part in schema.items():
         match key:
             case "$ref":
                 name = part.removeprefix(_REF)
                 result[key] = _REF + names.get(name, name)
-            case "properties" | "patternProperties":
-                result[key] = {name: clean(value) for name, value in part.items()}
             case "oneOf" | "anyOf":
-                result["anyOf"] = [clean(each) for each in _expressible(part)]
-            case "allOf" | "prefixItems":
-                result[key] = [clean(each) for each in part]
+                result["anyOf"] = _expressible(part)
             case "format" if part in _DATE_FORMATS:
                 result.setdefault("pattern", _DATE_FORMATS[part])
             case "format" if part not in _FORMATS:
                 pass
-            case "items" | "additionalProperties":
-                result[key] = clean(part)
             case _ if key in _KEYWORDS:
                 result[key] = part
+    result = _with_parts(result, clean)
     if "propertyNames" in schema:
         keys = schema["propertyNames"]
-        target = definitions.get(_reference(keys) or "", keys)
+        target = definitions.get(reference(keys) or "", keys)
         value = result.pop("additionalProperties", {})
         result |= _keyed(_shape_of_keys(clean(target)), value, where)
     elif "properties" in result or "patternProperties" in result:
@@ -490,7 +444,7 @@ def _shape_of_keys(keys: Schema) -> Schema:
     return {"type": "string", **{k: part for k, part in keys.items() if k != "description"}}
 
 
-def _types_of_keys(model: ModelClass) -> Iterator[str]:
+def _types_of_keys(model: object) -> Iterator[str]:
     """The type of the keys of each dictionary in a pydantic model, in pydantic's words.
 
     Its JSON Schema has keys of text only; how it validates is said in its core schema.

@@ -12,16 +12,14 @@ A person of the register.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
-from llamad_trio.chat.type_schema import WRITTEN_AS, schema_of
+from llamad_trio.chat.type_schema import WRITTEN_AS, reference, schema_of
 
 __all__ = ["describe"]
 
 Schema = Mapping[str, Any]
-
-_REF = "#/$defs/"
 
 
 def describe(kind: object) -> str:
@@ -35,7 +33,7 @@ def describe(kind: object) -> str:
     """
     schema = cast("Schema", schema_of(kind))
     definitions: Mapping[str, Schema] = schema.get("$defs", {})
-    root = _reference(schema)
+    root = reference(schema)
     # A class that holds itself is said first, under its own name.
     first = _headed(schema) if root is None else _definition(root, definitions[root])
     others = [_definition(name, part) for name, part in definitions.items() if name != root]
@@ -54,7 +52,7 @@ def _definition(name: str, schema: Schema) -> str:
 def _text(schema: Schema | bool, margin: str) -> str:
     if isinstance(schema, bool):
         return "any JSON"
-    name = _reference(schema)
+    name = reference(schema)
     if name is not None:
         return name
     if "anyOf" in schema:
@@ -71,12 +69,8 @@ def _text(schema: Schema | bool, margin: str) -> str:
             return _object(schema, margin)
         case "array":
             return _array(schema, margin)
-        case "string":
-            return "string" + _string_limits(schema)
-        case "integer" | "number" as name:
-            return str(name) + _number_limits(schema)
         case str() as name:
-            return name
+            return name + _limits(schema)
         case list() as names:
             return " | ".join(map(str, names))
     return "any JSON"
@@ -90,7 +84,7 @@ def _object(schema: Schema, margin: str) -> str:
         for name, part in schema.get("properties", {}).items()
     ]
     rows += [
-        (f"<key: {WRITTEN_AS.get(pattern, f'matches {pattern}')}>: {_text(part, deeper)}, ...", "")
+        (f"<key: {_pattern(pattern)}>: {_text(part, deeper)}, ...", "")
         for pattern, part in schema.get("patternProperties", {}).items()
     ]
     others = schema.get("additionalProperties", True)
@@ -99,7 +93,7 @@ def _object(schema: Schema, margin: str) -> str:
     if not rows:
         return "{}"
     if len(rows) == 1 and "properties" not in schema:
-        return f"{{{rows[0][0]}}}{_count(schema, 'Properties', 'keys')}"
+        return f"{{{rows[0][0]}}}{_limits(schema)}"
     lines = [
         f"{deeper}{text}{',' if index < len(rows) else ''}{comment}"
         for index, (text, comment) in enumerate(rows, 1)
@@ -121,49 +115,43 @@ def _array(schema: Schema, margin: str) -> str:
         return f"[{', '.join(marked)}]"
     if schema.get("maxItems") == 0:
         return "[]"
-    return f"[{_text(schema.get('items', True), margin)}, ...]{_count(schema, 'Items', 'items')}"
+    return f"[{_text(schema.get('items', True), margin)}, ...]{_limits(schema)}"
 
 
-def _count(schema: Schema, suffix: str, noun: str) -> str:
-    words = list(_range(schema.get(f"min{suffix}"), schema.get(f"max{suffix}")))
-    return f" ({' '.join(words)} {noun})" if words else ""
+_RANGES = (
+    ("minLength", "maxLength", " characters"),
+    ("minItems", "maxItems", " items"),
+    ("minProperties", "maxProperties", " keys"),
+    ("minimum", "maximum", ""),
+)
+_LIMITS = {
+    "exclusiveMinimum": "more than",
+    "exclusiveMaximum": "less than",
+    "multipleOf": "a multiple of",
+}
 
 
-def _range(low: object, high: object) -> Iterator[str]:
-    if low is not None and low == high:
-        yield f"exactly {low}"
-    elif low is not None and high is not None:
-        yield f"{low} to {high}"
-    elif low is not None:
-        yield f"at least {low}"
-    elif high is not None:
-        yield f"at most {high}"
-
-
-def _string_limits(schema: Schema) -> str:
-    words = list(_range(schema.get("minLength"), schema.get("maxLength")))
-    words = [f"{' '.join(words)} characters"] if words else []
+def _limits(schema: Schema) -> str:
+    ranges = ((schema.get(low), schema.get(high), noun) for low, high, noun in _RANGES)
+    words = [_range(low, high) + noun for low, high, noun in ranges if (low, high) != (None, None)]
+    words += [f"{text} {schema[keyword]}" for keyword, text in _LIMITS.items() if keyword in schema]
     if "format" in schema:
         words.append(schema["format"])
     if "pattern" in schema:
-        words.append(WRITTEN_AS.get(schema["pattern"], f"matches {schema['pattern']}"))
+        words.append(_pattern(schema["pattern"]))
     return f" ({', '.join(words)})" if words else ""
 
 
-def _number_limits(schema: Schema) -> str:
-    words = list(_range(schema.get("minimum"), schema.get("maximum")))
-    if "exclusiveMinimum" in schema:
-        words.append(f"more than {schema['exclusiveMinimum']}")
-    if "exclusiveMaximum" in schema:
-        words.append(f"less than {schema['exclusiveMaximum']}")
-    if "multipleOf" in schema:
-        words.append(f"a multiple of {schema['multipleOf']}")
-    return f" ({', '.join(words)})" if words else ""
+def _range(low: object, high: object) -> str:
+    if low == high:
+        return f"exactly {low}"
+    if high is None:
+        return f"at least {low}"
+    return f"at most {high}" if low is None else f"{low} to {high}"
 
 
-def _reference(schema: Schema) -> str | None:
-    reference = schema.get("$ref")
-    return reference.removeprefix(_REF) if isinstance(reference, str) else None
+def _pattern(pattern: str) -> str:
+    return WRITTEN_AS.get(pattern, f"matches {pattern}")
 
 
 def _json(value: object) -> str:

@@ -8,11 +8,9 @@ the limits of its `Decimal`.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast, overload
 
@@ -29,33 +27,29 @@ from cattrs.errors import (
 
 from llamad_trio.chat.type_members import (
     ARRAYS,
-    MAPPINGS,
-    Member,
     Members,
     Peeled,
+    Sort,
     alias_value,
     alternatives,
-    is_model_class,
-    is_union,
+    cached_by_type,
     literal_values,
     members_of,
     peel,
+    sort_of,
     type_name,
 )
-from llamad_trio.chat.type_schema import SCALARS, schema_of
+from llamad_trio.chat.type_schema import schema_of
 from llamad_trio.chat.type_text import describe
 
 __all__ = ["describe", "schema_of", "structure"]
 
 T = TypeVar("T")
 
-_CACHED_TYPES = 256
-
 _MAX_COMPLAINTS = 8
 """A model that got everything wrong is told no more than this at once."""
 
 _Hook = Callable[[Any, Any], object]
-_Factory = Callable[[Any, cattrs.Converter], _Hook]
 
 
 @overload
@@ -79,10 +73,7 @@ def structure(data: object, kind: object, *, place: str = "") -> object:
         ProtocolError: the type has no schema.
     """
     schema_of(kind)
-    try:
-        converter = _cached_converter(kind, repr(kind))
-    except TypeError:
-        converter = _new_converter()
+    converter = _converter_for(kind)
     try:
         return converter.structure(data, cast("Any", kind))
     except Exception as error:
@@ -90,88 +81,20 @@ def structure(data: object, kind: object, *, place: str = "") -> object:
         raise ValueError(_message(error, place)) from error
 
 
-@functools.lru_cache(_CACHED_TYPES)
-def _cached_converter(_kind: object, _text: str) -> cattrs.Converter:
+@cached_by_type
+def _converter_for(_kind: object) -> cattrs.Converter:
     # A converter remembers every type it met; one for each root lets the cache forget them.
-    return _new_converter()
-
-
-def _new_converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
-    # The last that is registered goes first.
-    for predicate, factory in (
-        (_is_class_with_members, _members_hook),
-        (_is_alias, _alias_hook),
-        (_is_anything, lambda _kind, _converter: _unchanged),
-        (_is_tuple, _tuple_hook),
-        (_is_mapping, _mapping_hook),
-        (_is_array, _array_hook),
-        (_is_scalar, _scalar_hook),
-        (_is_literal, _literal_hook),
-        (is_model_class, _model_hook),
-        (_is_wrapped, _wrapped_hook),
-        (_is_union, _union_hook),
-    ):
-        converter.register_structure_hook_factory(predicate, cast("_Factory", factory))
+    converter.register_structure_hook_factory(lambda _: True, _hook)
     # cattrs coerces these, and finds their hooks by class, before any predicate.
     for builtin in (str, int, float, bool):
         converter.register_structure_hook(builtin, _builtin)
     return converter
 
 
-def _base(kind: object) -> object:
-    base = peel(kind).base
-    return types.NoneType if base is None else base
-
-
-def _origin(kind: object) -> object:
-    base = _base(kind)
-    return typing.get_origin(base) or base
-
-
-def _is_class_with_members(kind: object) -> bool:
-    return members_of(kind, type_name(kind)) is not None
-
-
-def _is_alias(kind: object) -> bool:
-    return alias_value(kind) is not None
-
-
-def _is_anything(kind: object) -> bool:
-    return kind is Any or kind is object
-
-
-def _is_tuple(kind: object) -> bool:
-    return _origin(kind) is tuple
-
-
-def _is_mapping(kind: object) -> bool:
-    return _origin(kind) in MAPPINGS
-
-
-def _is_array(kind: object) -> bool:
-    return _origin(kind) in ARRAYS
-
-
-def _is_scalar(kind: object) -> bool:
-    return _base(kind) in SCALARS
-
-
-def _is_literal(kind: object) -> bool:
-    return literal_values(kind) is not None
-
-
-def _is_wrapped(kind: object) -> bool:
+def _hook(kind: object, converter: cattrs.Converter) -> _Hook:
     peeled = peel(kind)
-    return peeled.base is not kind and not peeled.constrained
-
-
-def _is_union(kind: object) -> bool:
-    return is_union(_base(kind))
-
-
-def _unchanged(data: object, _kind: object) -> object:
-    return data
+    return _RULES[sort_of(peeled)](peeled, converter)
 
 
 def _builtin(data: object, kind: type) -> object:
@@ -180,31 +103,30 @@ def _builtin(data: object, kind: type) -> object:
     return _plain(data, kind) if values is None else _literal(data, values)
 
 
-def _scalar_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
-    plain = peel(kind).annotated
-    return lambda data, _: _plain(data, plain)
+def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
+    return lambda data, _: data
 
 
-def _plain(data: object, kind: object) -> object:
-    value: object = msgspec.convert(data, cast("type", kind), strict=True)
+def _scalar_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
+    kind = peeled.annotated
+    return lambda data, _: _plain(data, kind)
+
+
+def _plain(data: object, kind: object) -> Any:
+    value: Any = msgspec.convert(data, cast("type", kind), strict=True)
     # `json.loads` makes infinity of 1e400; msgspec refuses as many digits.
     if isinstance(value, float) and math.isinf(value):
         raise ValueError("number out of range")
     return value
 
 
-def _wrapped_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    base = _base(kind)
-    return lambda data, _: converter.structure(data, cast("Any", base))
+def _alias_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
+    value: Any = alias_value(peeled.base)
+    return lambda data, _: converter.structure(data, value)
 
 
-def _alias_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    value = alias_value(kind)
-    return lambda data, _: converter.structure(data, cast("Any", value))
-
-
-def _literal_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
-    values = literal_values(kind) or ()
+def _values_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
+    values = literal_values(peeled.base) or ()
     return lambda data, _: _literal(data, values)
 
 
@@ -223,53 +145,37 @@ def _is_same(value: object, data: object) -> bool:
     return same_type and value == data
 
 
-def _model_hook(kind: object, _converter: cattrs.Converter) -> _Hook:
+def _model_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
     # From JSON, not from data: there, strict still reads dates from text and sets from lists.
-    model = cast("Any", kind)
+    model: Any = peeled.base
     return lambda data, _: model.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
 
 
-def _array_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    peeled = peel(kind)
-    shell = Peeled(list, peeled.metas).annotated
-    make = ARRAYS[_origin(kind)]
-    (item,) = typing.get_args(peeled.base) or (object,)
-
-    def hook(data: object, _kind: object) -> object:
-        items = cast("list[object]", _plain(data, shell))
-        made = make(_items(items, [item] * len(items), kind, converter))
-        if peeled.constrained and make is not list:
-            _plain(list(cast("Sequence[object]", made)), shell)
-        return made
-
-    return hook
+def _keep(
+    errors: list[Exception], error: Exception, note: Callable[..., str], place: object, kind: object
+) -> None:
+    """Keep an error in a part, with its place in a note: the other parts may have more."""
+    # Each error is raised anew for each place, and so has one.
+    error.__notes__ = [note(f"at {place!r}", place, kind)]
+    errors.append(error)
 
 
-def _tuple_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    base = _base(kind)
-    arguments = (object, ...) if base is tuple else typing.get_args(base)
-
-    def hook(data: object, _kind: object) -> object:
-        items = cast("list[object]", _plain(data, list))
-        if arguments[-1:] == (...,):
-            return tuple(_items(items, [arguments[0]] * len(items), kind, converter))
-        _check_length(items, len(arguments), len(arguments))
-        return tuple(_items(items, arguments, kind, converter))
-
-    return hook
+def _failure(
+    group: Callable[..., Exception], errors: Sequence[Exception], kind: object
+) -> Exception:
+    return group(f"{type_name(kind)} does not fit", errors, kind)
 
 
 def _items(
-    data: Sequence[object], kinds: Sequence[object], whole: object, converter: cattrs.Converter
-) -> list[object]:
+    data: Sequence[object], kinds: Sequence[Any], whole: object, converter: cattrs.Converter
+) -> list[Any]:
     made: list[object] = []
     errors: list[Exception] = []
     for index, (item, kind) in enumerate(zip(data, kinds, strict=True)):
         try:
-            made.append(converter.structure(item, cast("Any", kind)))
+            made.append(converter.structure(item, kind))
         except Exception as error:
-            _note(error, IterableValidationNote, index, kind)
-            errors.append(error)
+            _keep(errors, error, IterableValidationNote, index, kind)
     if errors:
         raise _failure(IterableValidationError, errors, whole)
     return made
@@ -281,11 +187,38 @@ def _check_length(items: Sequence[object], least: int, most: int) -> None:
         raise ValueError(f"expected {wanted} items, got {len(items)}")
 
 
-def _mapping_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    peeled = peel(kind)
+def _array_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
+    shell = Peeled(list, peeled.metas).annotated
+    make = ARRAYS[peeled.origin]
+    (item,) = peeled.arguments or (object,)
+
+    def hook(data: object, kind: object) -> object:
+        items = _plain(data, shell)
+        made: Any = make(_items(items, [item] * len(items), kind, converter))
+        if peeled.constrained and make is not list:
+            _plain(list(made), shell)
+        return made
+
+    return hook
+
+
+def _tuple_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
+    kinds = (object, ...) if peeled.base is tuple else peeled.arguments
+
+    def hook(data: object, kind: object) -> object:
+        items = _plain(data, list)
+        if kinds[-1:] == (...,):
+            return tuple(_items(items, [kinds[0]] * len(items), kind, converter))
+        _check_length(items, len(kinds), len(kinds))
+        return tuple(_items(items, kinds, kind, converter))
+
+    return hook
+
+
+def _mapping_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     shell = Peeled(dict, peeled.metas).annotated
-    key_kind, value_kind = typing.get_args(peeled.base) or (str, object)
-    whole_keys = _base(key_kind) is int
+    key_kind, value_kind = peeled.arguments or (str, object)
+    whole_keys = peel(key_kind).base is int
 
     def structure_key(key: object) -> object:
         if whole_keys and isinstance(key, str):
@@ -295,15 +228,14 @@ def _mapping_hook(kind: object, converter: cattrs.Converter) -> _Hook:
                 raise ValueError("expected a whole number for a key") from None
         return converter.structure(key, key_kind)
 
-    def hook(data: object, _kind: object) -> object:
+    def hook(data: object, kind: object) -> object:
         made: dict[object, object] = {}
         errors: list[Exception] = []
-        for key, value in cast("dict[str, object]", _plain(data, shell)).items():
+        for key, value in _plain(data, shell).items():
             try:
                 made[structure_key(key)] = converter.structure(value, value_kind)
             except Exception as error:
-                _note(error, IterableValidationNote, key, value_kind)
-                errors.append(error)
+                _keep(errors, error, IterableValidationNote, key, value_kind)
         if errors:
             raise _failure(IterableValidationError, errors, kind)
         return made
@@ -311,34 +243,37 @@ def _mapping_hook(kind: object, converter: cattrs.Converter) -> _Hook:
     return hook
 
 
-def _members_hook(kind: object, converter: cattrs.Converter) -> _Hook:
+def _class_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
+    kind: Any = peeled.base
     members = cast("Members", members_of(kind, type_name(kind)))
-    names = {member.name for member in members.items}
+    names = [member.name for member in members.items]
+    required = sum(member.required for member in members.items)
 
-    def from_array(data: object) -> dict[str, object]:
-        items = cast("list[object]", _plain(data, list))
-        required = sum(member.required for member in members.items)
-        _check_length(items, required, len(members.items))
-        return {m.name: item for m, item in zip(members.items, items, strict=False)}
+    def named(data: object) -> dict[str, object]:
+        if not members.array:
+            return cast("dict[str, object]", _plain(data, dict))
+        items = _plain(data, list)
+        _check_length(items, required, len(names))
+        return dict(zip(names, items, strict=False))
 
     def hook(data: object, _kind: object) -> object:
-        given = from_array(data) if members.array else cast("dict[str, object]", _plain(data, dict))
+        given = named(data)
         arguments: dict[str, object] = {}
         errors: list[Exception] = []
         for member in members.items:
+            hint: Any = member.hint
             try:
                 if member.name in given:
-                    value = converter.structure(given[member.name], cast("Any", member.hint))
+                    value = converter.structure(given[member.name], hint)
                     if member.attribute is not None:
                         arguments[member.attribute] = value
                 elif member.required:
                     raise KeyError(member.name)
             except Exception as error:
-                _note(error, AttributeValidationNote, member.name, member.hint)
-                errors.append(error)
+                _keep(errors, error, AttributeValidationNote, member.name, hint)
         unknown = {str(name) for name in given.keys() - names}
         if unknown:
-            errors.append(ForbiddenExtraKeysError(None, cast("Any", kind), unknown))
+            errors.append(ForbiddenExtraKeysError(None, kind, unknown))
         if errors:
             raise _failure(ClassValidationError, errors, kind)
         return members.make(**arguments)
@@ -346,50 +281,50 @@ def _members_hook(kind: object, converter: cattrs.Converter) -> _Hook:
     return hook
 
 
-def _failure(
-    group: Callable[..., Exception], errors: Sequence[Exception], kind: object
-) -> Exception:
-    return group(f"{type_name(kind)} does not fit", errors, kind)
-
-
-def _note(error: Exception, note: Callable[..., str], place: object, kind: object) -> None:
-    # Each error is raised anew for each place, and so has one.
-    error.__notes__ = [note(f"at {place!r}", place, kind)]
-
-
-def _union_hook(kind: object, converter: cattrs.Converter) -> _Hook:
-    members = sorted(alternatives(kind), key=_width)
-    nullable = any(_base(member) is types.NoneType for member in members)
-    others = [_Alternative.of(m) for m in members if _base(m) is not types.NoneType]
+def _union_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
+    members = sorted(alternatives(peeled.annotated), key=_width)
+    others = [_Alternative.of(each) for each in members if peel(each).base is not types.NoneType]
+    nullable = len(others) < len(members)
+    names = " or ".join(dict.fromkeys(type_name(each.kind) for each in others))
 
     def hook(data: object, _kind: object) -> object:
         if data is None and nullable:
             return None
         plausible = _plausible(others, data)
-        errors: list[tuple[object, Exception]] = []
+        reasons: list[str] = []
         for each in plausible:
             try:
-                return converter.structure(data, cast("Any", each.kind))
+                return converter.structure(data, each.kind)
             except Exception as error:
                 if len(plausible) == 1:
                     raise
-                errors.append((each.kind, error))
-        names = " or ".join(dict.fromkeys(type_name(each.kind) for each in others))
-        reasons = "; ".join(f"as {type_name(kind)}: {_message(error)}" for kind, error in errors)
-        raise ValueError(f"expected {names}" + (f" ({reasons})" if reasons else ""))
+                reasons.append(f"as {type_name(each.kind)}: {_message(error)}")
+        raise ValueError(f"expected {names}" + (f" ({'; '.join(reasons)})" if reasons else ""))
 
     return hook
 
 
+_RULES: Mapping[Sort, Callable[[Peeled, cattrs.Converter], _Hook]] = {
+    Sort.UNION: _union_hook,
+    Sort.SCALAR: _scalar_hook,
+    Sort.ARRAY: _array_hook,
+    Sort.TUPLE: _tuple_hook,
+    Sort.MAPPING: _mapping_hook,
+    Sort.ANYTHING: _anything_hook,
+    Sort.VALUES: _values_hook,
+    Sort.MODEL: _model_hook,
+    Sort.ALIAS: _alias_hook,
+    Sort.CLASS: _class_hook,
+}
+
+
+_WIDTHS: Mapping[object, int] = {int: 2, float: 3, str: 4, Any: 5, object: 5}
+
+
 def _width(kind: object) -> int:
     """How much else a type takes: in a union, the narrow ones are tried first."""
-    base = _base(kind)
-    if literal_values(base) is not None:
-        return 0
-    wide = (int, float, str)
-    if base in wide:
-        return 2 + wide.index(cast("Any", base))
-    return 5 if _is_anything(base) else 1
+    peeled = peel(kind)
+    return _WIDTHS.get(peeled.base, 0 if sort_of(peeled) is Sort.VALUES else 1)
 
 
 @attrs.frozen
@@ -400,26 +335,27 @@ class _Alternative:
     recursive classes: they fail late, at a tag behind their deepest field.
     """
 
-    kind: object
+    kind: Any
     is_object: bool = False
     is_never_object: bool = False
     keys: frozenset[str] = frozenset()
     required: frozenset[str] = frozenset()
-    tags: Mapping[str, Sequence[object]] = attrs.field(factory=dict)
+    tags: Mapping[str, Sequence[tuple[object, object]]] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, kind: object) -> _Alternative:
-        base = _base(kind)
-        members = members_of(base, type_name(base))
+        peeled = peel(kind)
+        members = members_of(peeled.base, type_name(peeled.base))
         if members is None or members.array:
-            tests = (_is_scalar, _is_literal, _is_array, _is_tuple)
-            return cls(kind, is_never_object=bool(members) or any(test(base) for test in tests))
+            sorts = {Sort.SCALAR, Sort.VALUES, Sort.ARRAY, Sort.TUPLE}
+            return cls(kind, is_never_object=bool(members) or sort_of(peeled) in sorts)
+        values = {member.name: literal_values(peel(member.hint).base) for member in members.items}
         return cls(
             kind,
             is_object=True,
-            keys=frozenset(member.name for member in members.items),
+            keys=frozenset(values),
             required=frozenset(member.name for member in members.items if member.required),
-            tags=dict(_tags(members.items)),
+            tags={name: pairs for name, pairs in values.items() if pairs is not None},
         )
 
     def may_be(self, data: object) -> bool:
@@ -433,17 +369,10 @@ class _Alternative:
     def has_tags_of(self, data: Mapping[str, object]) -> bool:
         """Whether those of its tags that are there are right."""
         return self.is_object and all(
-            any(_is_same(value, data[name]) for value in values)
-            for name, values in self.tags.items()
+            any(_is_same(value, data[name]) for value, _ in pairs)
+            for name, pairs in self.tags.items()
             if name in data
         )
-
-
-def _tags(members: Sequence[Member]) -> Iterator[tuple[str, list[object]]]:
-    for member in members:
-        values = literal_values(_base(member.hint))
-        if values is not None:
-            yield member.name, [value for value, _ in values]
 
 
 def _plausible(alternatives: Sequence[_Alternative], data: object) -> Sequence[_Alternative]:
@@ -458,7 +387,8 @@ def _plausible(alternatives: Sequence[_Alternative], data: object) -> Sequence[_
 
 
 def _message(error: BaseException, place: str = "") -> str:
-    complaints = [f"{path}: {text}" if path else text for path, text in _complaints(error, place)]
+    paths = ((path.removeprefix("."), text) for path, text in _complaints(error, place))
+    complaints = [f"{path}: {text}" if path else text for path, text in paths]
     more = len(complaints) - _MAX_COMPLAINTS
     if more > 0:
         complaints[_MAX_COMPLAINTS:] = [f"and {more} more"]
@@ -469,10 +399,10 @@ def _complaints(error: BaseException, path: str) -> Iterator[tuple[str, str]]:
     match error:
         case ClassValidationError() | IterableValidationError():
             for each in error.exceptions:
-                yield from _complaints(each, path + _step(each, path))
+                yield from _complaints(each, path + _place(each))
         case ForbiddenExtraKeysError():
             yield path, "unknown " + ", ".join(sorted(map(repr, error.extra_fields)))
-        case KeyError() if _step(error, "") and error.args:
+        case KeyError() if _place(error) and error.args:
             yield path, "is missing"
         case RecursionError():
             yield path, "nested too deeply"
@@ -481,18 +411,16 @@ def _complaints(error: BaseException, path: str) -> Iterator[tuple[str, str]]:
             yield path, text[:1].lower() + text[1:]
         case _ if callable(getattr(error, "errors", None)):
             for part in cast("Any", error).errors():
-                inner = "".join(
-                    f"[{p}]" if isinstance(p, int) else f".{p}" for p in part.get("loc", ())
-                )
-                yield (path + inner).removeprefix("."), str(part.get("msg", error))
+                steps = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in part.get("loc", ()))
+                yield path + "".join(steps), str(part.get("msg", error))
         case _:
             yield path, str(error) or type(error).__name__
 
 
-def _step(error: BaseException, path: str) -> str:
+def _place(error: BaseException) -> str:
     for note in getattr(error, "__notes__", ()):
         if isinstance(note, AttributeValidationNote):
-            return f".{note.name}" if path else note.name
+            return f".{note.name}"
         if isinstance(note, IterableValidationNote):
             return f"[{note.index}]"
     return ""

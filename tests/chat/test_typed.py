@@ -756,6 +756,26 @@ def test_aliases_stand_for_their_values() -> None:
         structure([1, "b"], both[int])
 
 
+def test_an_alias_of_a_class_has_the_schema_of_the_class() -> None:
+    alias = pytest.importorskip("typing_extensions").TypeAliasType
+    point = alias("AnotherName", Point)
+
+    assert schema_of(point) == schema_of(Point)
+    assert schema_of(alias("YetAnother", point)) == schema_of(Point)
+
+
+class Tree(TypedDict):
+    age: Age
+    height: NotRequired[Age]
+
+
+def test_the_fields_of_a_typed_dict_may_have_new_types() -> None:
+    assert structure({"age": 3}, Tree) == {"age": 3}
+    assert schema_of(Tree)["required"] == ["age"]
+    with pytest.raises(ValueError, match=r"^height: expected int, got str$"):
+        structure({"age": 3, "height": "x"}, Tree)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="the `type` statement")
 def test_aliases_may_hold_themselves() -> None:
     names: dict[str, Any] = {}
