@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from math import prod
 from typing import Literal
@@ -17,7 +17,7 @@ import attrs
 
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.schema_depth import depth_bound
-from llamad_trio.core.schema_vetting import resolve, vet_schema
+from llamad_trio.core.schema_vetting import is_number, resolve, vet_schema, within
 from llamad_trio.core.tools import JsonObject
 
 __all__ = ["JSON_STYLE", "Constraint", "ConstraintKind", "check_constraint"]
@@ -77,8 +77,9 @@ def check_constraint(constraint: Constraint) -> None:
         raise ProtocolError(
             f"{constraint.kind} has {n_bytes} bytes, at most {MAX_SOURCE_BYTES} are allowed"
         )
-    is_blank = not constraint.source.strip()
-    if is_blank and (constraint.kind != "regex" or not constraint.source):
+    # An expression may be of spaces.
+    text = constraint.source if constraint.kind == "regex" else constraint.source.strip()
+    if not text:
         raise ProtocolError(f"{constraint.kind} is empty")
     match constraint.kind:
         case "json_schema":
@@ -98,27 +99,12 @@ def _check_schema(schema: JsonObject, *, in_lark: bool = False) -> None:
         raise ProtocolError(
             f"json_schema is nested more than {MAX_DEPTH} deep, references included"
         )
-    multiples = {Decimal(str(m)) for m in _values(schema, "multipleOf") if _is_number(m)}
+    # Of all objects, those in data included.
+    values = (node.get("multipleOf") for node in within(schema) if isinstance(node, Mapping))
+    multiples = {Decimal(str(value)) for value in values if is_number(value)}
     # 0.25 counts in steps of 25 hundredths.
     if prod(int("".join(map(str, m.as_tuple().digits))) for m in multiples) > MAX_MULTIPLE:
         raise ProtocolError(f"json_schema: multipleOf above {MAX_MULTIPLE}, all of them multiplied")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _values(schema: object, key: str) -> Iterator[object]:
-    """Everything any object of the schema has under `key`."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping):
-            if key in node:
-                yield node[key]
-            waiting.extend(node.values())
-        elif isinstance(node, list):
-            waiting.extend(node)
 
 
 # -- Lark -------------------------------------------------------------------------------------
@@ -128,17 +114,15 @@ _NESTING = re.compile(r"[(\[{:]")
 
 
 def _check_lark(source: str) -> None:
-    rules: list[str] = []
-    end = 0
+    # An upper bound of the depth: as if each rule led to the next, and each bracket held it.
+    depth = end = 0
     while embedded := _EMBEDDED_JSON.search(source, end):
-        rules.append(source[end : embedded.start()])
+        depth += len(_NESTING.findall(source, end, embedded.start()))
         try:
             schema, end = json.JSONDecoder().raw_decode(source, embedded.end())
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"lark: the schema after %json is no JSON: {error}") from None
         _check_schema(schema, in_lark=True)
-    rules.append(source[end:])
-    # An upper bound of the depth: as if each rule led to the next, and each bracket held it.
-    depth = sum(len(_NESTING.findall(text)) for text in rules)
+    depth += len(_NESTING.findall(source, end))
     if depth > 2 * MAX_DEPTH:
         raise ProtocolError(f"lark has more than {2 * MAX_DEPTH} rules and brackets")

@@ -10,10 +10,12 @@ Knows nothing of what the grammar is used for.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import graphlib
 import heapq
-import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NoReturn
 
@@ -31,6 +33,8 @@ __all__ = [
     "Repeat",
     "Sequence",
     "bottom_up",
+    "children",
+    "joined",
     "matches_empty",
     "parse_gbnf",
     "references",
@@ -62,8 +66,8 @@ MAX_RANGES = 2_000
 
 Ranges = tuple[tuple[int, int], ...]
 
-_TEXT: Ranges = ((1, 0xD7FF), (0xE000, 0x10FFFF))
-"""The characters of generated text: llama.cpp never generates NUL, UTF-8 has no surrogates."""
+_NOT_TEXT: Ranges = ((0, 0), (0xD800, 0xDFFF), (0x110000, 0xFFFFFFFF))
+"""What an escape can say, but no text has: llama.cpp never generates NUL, UTF-8 no surrogates."""
 
 
 @attrs.frozen(eq=False)
@@ -158,35 +162,8 @@ def matches_empty(node: Node, nullable: frozenset[str]) -> bool:
             return low == 0 or matches_empty(item, nullable)
 
 
-def references(node: Node) -> Iterator[str]:
-    """The rules a node refers to, in order, as often as it does."""
-    waiting = [node]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Ref):
-            yield node.name
-        waiting.extend(reversed(_children(node)))
-
-
-def bottom_up(rules: Mapping[str, Node]) -> list[str]:
-    """The rules from which no recursion is reached, each after all that it refers to."""
-    users: dict[str, list[str]] = {name: [] for name in rules}
-    waits: dict[str, int] = {}
-    for name, node in rules.items():
-        used = set(references(node))
-        waits[name] = len(used)
-        for other in used:
-            users[other].append(name)
-    order = [name for name, count in waits.items() if count == 0]
-    for name in order:
-        for user in users[name]:
-            waits[user] -= 1
-            if waits[user] == 0:
-                order.append(user)
-    return order
-
-
-def _children(node: Node) -> tuple[Node, ...]:
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes that a node is made of; a reference and a character are of none."""
     match node:
         case Sequence(nodes) | Choice(nodes):
             return nodes
@@ -196,74 +173,87 @@ def _children(node: Node) -> tuple[Node, ...]:
             return ()
 
 
+def joined(kind: type[Sequence | Choice], nodes: Iterable[Node]) -> Node:
+    """The nodes as one of that kind; one alone as it is."""
+    parts = tuple(nodes)
+    return parts[0] if len(parts) == 1 else kind(parts)
+
+
+def references(node: Node) -> Iterator[str]:
+    """The rules a node refers to, in order, as often as it does."""
+    return (part.name for part in _within([node]) if isinstance(part, Ref))
+
+
+def bottom_up(rules: Mapping[str, Node]) -> list[str]:
+    """The rules from which no recursion is reached, each after all that it refers to."""
+    sorter = graphlib.TopologicalSorter(dict.fromkeys(rules, ()))
+    for name, node in rules.items():
+        sorter.add(name, *references(node))
+    # What leads to a cycle is never ready.
+    with contextlib.suppress(graphlib.CycleError):
+        sorter.prepare()
+    order: list[str] = []
+    while ready := sorter.get_ready():
+        order.extend(ready)
+        sorter.done(*ready)
+    return order
+
+
+def _within(nodes: Iterable[Node]) -> Iterator[Node]:
+    """The nodes and all that is in them, from left to right."""
+    waiting = list(nodes)[::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(reversed(children(node)))
+
+
 def _shortest(rules: Mapping[str, Node]) -> dict[str, int]:
     """How long the shortest text of each rule is, for those that have one.
 
     Nodes are settled in the order of that length, as in Dijkstra's shortest paths: what a
     node costs follows from parts that cost no more.  Lengths beyond the limit are cut.
     """
-    users: dict[Node, list[Node]] = {}
-    open_parts: dict[Node, int] = {}
+    users: defaultdict[Node, list[Node]] = defaultdict(list)
     cost: dict[Node, int] = {}
+    missing: dict[Node, int] = {}
+    for node in _within(rules.values()):
+        parts = (rules[node.name],) if isinstance(node, Ref) else children(node)
+        for part in parts:
+            users[part].append(node)
+        cost[node] = 1 if isinstance(node, Chars) else 0
+        # Of other nodes the first part that is settled is the shortest.
+        missing[node] = len(parts) if isinstance(node, Sequence) else min(len(parts), 1)
+        if isinstance(node, Repeat) and node.low == 0:
+            missing[node] = 0
     settled: dict[Node, int] = {}
-    heap: list[tuple[int, int, Node]] = []
-    tickets = itertools.count()
-
-    def reach(node: Node, length: int) -> None:
-        # The ticket decides between equals: nodes do not compare.
-        heapq.heappush(heap, (min(length, MAX_TEXT + 1), next(tickets), node))
-
-    waiting = list(rules.values())
-    while waiting:
-        node = waiting.pop()
-        children = (rules[node.name],) if isinstance(node, Ref) else _children(node)
-        for child in children:
-            users.setdefault(child, []).append(node)
-        open_parts[node], cost[node] = len(children), 0
-        if isinstance(node, Chars):
-            reach(node, 1)
-        elif matches_empty(node, frozenset()):
-            reach(node, 0)
-        waiting.extend(_children(node))
+    # The number decides between equals: nodes do not compare.
+    heap = [(cost[node], id(node), node) for node, count in missing.items() if count == 0]
+    heapq.heapify(heap)
     while heap:
         length, _, node = heapq.heappop(heap)
-        if node in settled:
-            continue
         settled[node] = length
-        for user in users.get(node, ()):
-            match user:
-                case Sequence():
-                    cost[user] += length
-                    open_parts[user] -= 1
-                    if open_parts[user] == 0:
-                        reach(user, cost[user])
-                case Repeat(_, low):
-                    reach(user, length * low)
-                case _:
-                    reach(user, length)
+        for user in users[node]:
+            missing[user] -= 1
+            cost[user] += length * (user.low if isinstance(user, Repeat) else 1)
+            if missing[user] == 0:
+                heapq.heappush(heap, (min(cost[user], MAX_TEXT + 1), id(user), user))
     return {name: settled[node] for name, node in rules.items() if node in settled}
 
 
 def _leftmost(node: Node, nullable: frozenset[str]) -> Iterator[str]:
     """The rules that may begin a node's text, with nothing before them."""
-    match node:
-        case Ref(name):
-            yield name
-        case Choice(options):
-            for option in options:
-                yield from _leftmost(option, nullable)
-        case Repeat(item):
-            yield from _leftmost(item, nullable)
-        case Sequence(items):
-            for item in items:
-                yield from _leftmost(item, nullable)
-                if not matches_empty(item, nullable):
-                    break
+    if isinstance(node, Ref):
+        yield node.name
+    for part in children(node):
+        yield from _leftmost(part, nullable)
+        if isinstance(node, Sequence) and not matches_empty(part, nullable):
+            break
 
 
 def _refuse_left_recursion(parser: _Parser, nullable: frozenset[str]) -> None:
     for name, line in parser.loops:
-        if name in parser.hollow:
+        if parser.hollow[name]:
             raise ProtocolError(
                 f"grammar line {line}: left recursion: {name!r} is repeated without end, "
                 "and has an empty alternative"
@@ -288,11 +278,10 @@ def _refuse_expansion(parser: _Parser) -> None:
             case Repeat(item, low, high):
                 return size(item) * max(low, high or 1)
             case _:
-                return max(map(size, _children(node)), default=1)
+                return max(map(size, children(node)), default=1)
 
-    for name in [*bottom_up(parser.rules), *parser.rules]:
-        if name not in sizes:
-            sizes[name] = size(parser.rules[name])
+    for name in dict.fromkeys([*bottom_up(parser.rules), *parser.rules]):
+        sizes[name] = size(parser.rules[name])
         if sizes[name] > MAX_EXPANSION:
             parser.refuse_rule(name, f"has, repetitions counted, more than {MAX_EXPANSION} parts")
 
@@ -300,10 +289,12 @@ def _refuse_expansion(parser: _Parser) -> None:
 _SPACE = re.compile(r"(?:[ \t]+|#[^\r\n]*)*")
 _LINES = re.compile(r"(?:[ \t\r\n]+|#[^\r\n]*)*")
 _NAME = re.compile(r"[a-zA-Z0-9-]+")
+_ITEM = re.compile(r'["\[(.*+?{<!a-zA-Z0-9-]')
 _DIGITS = re.compile(r"[0-9]+")
-_HEX = re.compile(r"[0-9a-fA-F]*")
+_HEX = re.compile(r"[0-9a-fA-F]+")
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{char: char for char in '\\"[]-'}}
+_SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class _Parser:
@@ -311,17 +302,17 @@ class _Parser:
 
     Attributes:
         names: every rule that is defined or referred to, and the line of the first time.
-        hollow: the rules with an alternative that has nothing in it.
+        hollow: whether a rule has an alternative with nothing in it.
         loops: the rules that are repeated without end, and where.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.at = 0
-        self.line_of = (0, 1)
+        self.newlines = [found.start() for found in re.finditer("\n", source)]
         self.rules: dict[str, Node] = {}
         self.names: dict[str, int] = {}
-        self.hollow: set[str] = set()
+        self.hollow: dict[str, bool] = {}
         self.loops: list[tuple[str, int]] = []
         self.generated = 0
 
@@ -330,7 +321,7 @@ class _Parser:
             self.at = self.source.index("\0")
             self.refuse("NUL character")
         self.skip(_LINES)
-        while self.at < len(self.source):
+        while self.peek():
             self.rule()
         if not self.rules:
             self.refuse("has no rules")
@@ -338,13 +329,10 @@ class _Parser:
     def rule(self) -> None:
         name = self.name()
         self.skip(_SPACE)
-        if not self.source.startswith("::=", self.at):
-            self.refuse("expected '::='")
-        self.at += 3
+        self.expect("::=")
         self.skip(_LINES)
         # Of two definitions llama.cpp takes the last.
-        self.rules[name], hollow = self.choice(depth=0)
-        (self.hollow.add if hollow else self.hollow.discard)(name)
+        self.rules[name], self.hollow[name] = self.choice(depth=0)
         if self.peek() not in {"", "\r", "\n"}:
             self.refuse(f"unexpected {self.peek()!r}")
         self.skip(_LINES)
@@ -352,31 +340,26 @@ class _Parser:
     def choice(self, depth: int) -> tuple[Node, bool]:
         """Alternatives, and whether one of them has nothing in it."""
         options = [self.sequence(depth)]
-        while self.peek() == "|":
-            self.at += 1
+        while self.take("|"):
             self.skip(_LINES)
             options.append(self.sequence(depth))
-        hollow = any(not option for option in options)
-        nodes = tuple(_joined(option) for option in options)
-        return (nodes[0] if len(nodes) == 1 else Choice(nodes)), hollow
+        nodes = [joined(Sequence, option) for option in options]
+        return joined(Choice, nodes), not all(options)
 
     def sequence(self, depth: int) -> list[Node]:
         space = _LINES if depth else _SPACE
         items: list[Node] = []
         last: _Last | None = None
-        while (char := self.peek()) and (char in '"[(.*+?{<!' or _NAME.match(char)):
+        while found := _ITEM.match(self.source, self.at):
+            char = found[0]
             if char in "*+?{":
                 if last is None:
                     self.refuse(f"nothing to repeat before {char!r}")
                 node = self.repeat(items.pop(), last, space)
-                last.stacked += 1
-                if last.stacked > MAX_STACKED:
-                    self.refuse(f"more than {MAX_STACKED} repetitions of one item")
             else:
                 symbols = self.symbols
                 node, head = self.item(char, depth)
-                added = self.symbols - symbols if char == "(" else 1
-                last = _Last(head, max(1, added))
+                last = _Last(head, max(1, self.symbols - symbols) if char == "(" else 1)
             if isinstance(node, Sequence) and not node.items and char != "(":
                 last = None
             else:
@@ -388,69 +371,58 @@ class _Parser:
         """One item, and how it may begin: see `_Last`."""
         if char in "<!":
             self.refuse("token references are not supported")
+        if _NAME.match(char):
+            name = self.name()
+            return Ref(name), name
+        self.at += 1
         match char:
             case '"':
                 return self.literal(), False
             case "[":
                 return self.char_class(), False
             case ".":
-                self.at += 1
-                return Chars(_TEXT), False
-            case "(":
-                return self.group(depth + 1)
+                return self.chars_but(()), False
             case _:
-                name = self.name()
-                return Ref(name), name
+                return self.group(depth + 1)
 
     def group(self, depth: int) -> tuple[Node, bool]:
         if depth > MAX_NESTING:
             self.refuse(f"more than {MAX_NESTING} groups inside each other")
         self.generated += 1
-        self.at += 1
         self.skip(_LINES)
         node, hollow = self.choice(depth)
-        if self.peek() != ")":
-            self.refuse("expected ')'")
-        self.at += 1
+        self.expect(")")
         return node, hollow
 
     def literal(self) -> Node:
-        self.at += 1
         items: list[Node] = []
-        while self.peek() != '"':
+        while not self.take('"'):
             code = self.character()
-            items.append(self.chars([(code, code)]))
-        self.at += 1
-        return _joined(items)
+            items.append(self.chars_but([(0, code - 1), (code + 1, 2**32)]))
+        return joined(Sequence, items)
 
     def char_class(self) -> Node:
-        self.at += 1
-        negated = self.peek() == "^"
-        self.at += negated
+        negated = self.take("^")
         ranges: list[tuple[int, int]] = []
-        while self.peek() != "]":
+        while not self.take("]"):
             low = high = self.character()
-            if self.peek() == "-" and not self.source.startswith("-]", self.at):
-                self.at += 1
+            if not self.source.startswith("-]", self.at) and self.take("-"):
                 high = self.character()
                 if high < low:
                     self.refuse("character range ends before it begins")
             ranges.append((low, high))
-        node = self.chars(ranges, negated=negated) if ranges else Sequence(())
-        self.at += 1
-        return node
+        if not ranges:
+            return Sequence(())
+        return self.chars_but(ranges if negated else _others(ranges))
 
-    def chars(self, ranges: list[tuple[int, int]], *, negated: bool = False) -> Chars:
-        ranges = list(_merged(ranges))
-        if negated:
-            ranges = list(_gaps(ranges))
-        # Both are few: _TEXT has two.
-        found = [(max(a, c), min(b, d)) for a, b in ranges for c, d in _TEXT if a <= d and c <= b]
-        if not found:
+    def chars_but(self, excluded: Iterable[tuple[int, int]]) -> Chars:
+        """Any character of text but these."""
+        ranges = tuple(_others([*excluded, *_NOT_TEXT]))
+        if not ranges:
             self.refuse("matches no character that a text can have")
-        if len(found) > MAX_RANGES:
+        if len(ranges) > MAX_RANGES:
             self.refuse(f"more than {MAX_RANGES} ranges in a class")
-        return Chars(tuple(found))
+        return Chars(ranges)
 
     def character(self) -> int:
         """One character of a literal or a class, escaped or not."""
@@ -466,10 +438,12 @@ class _Parser:
             return ord(_ESCAPES[kind])
         if kind not in _HEX_DIGITS:
             self.refuse(f"unknown escape '\\{kind}'")
-        digits = self.source[self.at + 1 : self.at + 1 + _HEX_DIGITS[kind]]
-        if len(digits) != _HEX_DIGITS[kind] or not _HEX.fullmatch(digits):
-            self.refuse(f"'\\{kind}' needs {_HEX_DIGITS[kind]} hexadecimal digits")
-        self.at += 1 + len(digits)
+        self.at += 1
+        n_digits = _HEX_DIGITS[kind]
+        digits = self.source[self.at : self.at + n_digits]
+        if len(digits) < n_digits or not _HEX.fullmatch(digits):
+            self.refuse(f"'\\{kind}' needs {n_digits} hexadecimal digits")
+        self.at += n_digits
         return int(digits, 16)
 
     def repeat(self, item: Node, last: _Last, space: re.Pattern[str]) -> Node:
@@ -488,6 +462,9 @@ class _Parser:
                 self.refuse("left recursion: repeats without end what has an empty alternative")
             if isinstance(last.head, str):
                 self.loops.append((last.head, self.line()))
+        last.stacked += 1
+        if last.stacked > MAX_STACKED:
+            self.refuse(f"more than {MAX_STACKED} repetitions of one item")
         if high == 0:
             return Sequence(())
         if low == 0:
@@ -497,20 +474,17 @@ class _Parser:
     def bounds(self, space: re.Pattern[str]) -> tuple[int, int | None]:
         sign = self.peek()
         self.at += 1
-        if sign != "{":
-            return (1 if sign == "+" else 0), (1 if sign == "?" else None)
+        if sign in _SIGNS:
+            return _SIGNS[sign]
         self.skip(space)
         low = self.count()
         high: int | None = low
         self.skip(space)
-        if self.peek() == ",":
-            self.at += 1
+        if self.take(","):
             self.skip(space)
             high = self.count() if _DIGITS.match(self.peek()) else None
             self.skip(space)
-        if self.peek() != "}":
-            self.refuse("expected '}'")
-        self.at += 1
+        self.expect("}")
         if low > MAX_REPETITIONS:
             self.refuse(f"more than {MAX_REPETITIONS} repetitions")
         if high is not None and high < low:
@@ -550,14 +524,22 @@ class _Parser:
         assert found is not None  # both match nothing, too
         self.at = found.end()
 
+    def expect(self, text: str) -> None:
+        if not self.take(text):
+            self.refuse(f"expected {text!r}")
+
+    def take(self, text: str) -> bool:
+        """Go past `text`, if it stands here."""
+        found = self.source.startswith(text, self.at)
+        if found:
+            self.at += len(text)
+        return found
+
     def peek(self) -> str:
         return self.source[self.at : self.at + 1]
 
     def line(self) -> int:
-        """The line that is being read; counted on from the last time."""
-        at, line = self.line_of
-        self.line_of = (self.at, line + self.source.count("\n", at, self.at))
-        return self.line_of[1]
+        return 1 + bisect.bisect_left(self.newlines, self.at)
 
     def refuse_rule(self, name: str, reason: str) -> NoReturn:
         raise ProtocolError(f"grammar line {self.names[name]}: rule {name!r} {reason}")
@@ -582,29 +564,10 @@ class _Last:
     stacked: int = 0
 
 
-def _joined(items: list[Node]) -> Node:
-    return items[0] if len(items) == 1 else Sequence(tuple(items))
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same characters, sorted, each once."""
-    low, high = -1, -2
-    for a, b in sorted(ranges):
-        if a <= high + 1:
-            high = max(high, b)
-        else:
-            if high >= low:
-                yield low, high
-            low, high = a, b
-    yield low, high
-
-
-def _gaps(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """All other characters, for ranges that are sorted."""
+def _others(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """All numbers of 32 bits that are in none of the ranges, as `Chars` has them."""
     start = 0
-    for a, b in ranges:
-        if a > start:
-            yield start, a - 1
-        start = b + 1
-    if start <= 0x10FFFF:
-        yield start, 0x10FFFF
+    for low, high in sorted([*ranges, (2**32, 2**32)]):
+        if low > start:
+            yield start, low - 1
+        start = max(start, high + 1)

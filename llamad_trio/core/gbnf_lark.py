@@ -15,7 +15,10 @@ Knows llguidance's notation and lexer, but not llguidance.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import inf
 
 import attrs
 
@@ -30,6 +33,8 @@ from llamad_trio.core.gbnf import (
     Repeat,
     Sequence,
     bottom_up,
+    children,
+    joined,
     matches_empty,
     parse_gbnf,
     references,
@@ -78,9 +83,9 @@ def gbnf_to_lark(source: str, root: str = "root") -> str:
     """
     grammar = _without_tail_recursion(parse_gbnf(source, root))
     try:
-        return _lark(_exact_cut(grammar))
+        return _Writer(_exact_cut(grammar)).text()
     except _TooMuchEffortError:
-        return _lark(_Cut(grammar, _Effort(None), characters=True))
+        return _Writer(_Cut(grammar, _Effort(inf), max_lexeme=0)).text()
 
 
 class _TooMuchEffortError(Exception):
@@ -89,15 +94,14 @@ class _TooMuchEffortError(Exception):
 
 @attrs.define
 class _Effort:
-    """Steps that may still be taken; `None` for any number."""
+    """Steps that may still be taken."""
 
-    left: int | None
+    left: float
 
     def spend(self, steps: int = 1) -> None:
-        if self.left is not None:
-            self.left -= steps
-            if self.left < 0:
-                raise _TooMuchEffortError
+        self.left -= steps
+        if self.left < 0:
+            raise _TooMuchEffortError
 
 
 # -- recursion ------------------------------------------------------------------------------
@@ -110,11 +114,8 @@ def _without_tail_recursion(grammar: Grammar) -> Grammar:
     for name in used:
         if name not in rules:
             loops, ends = _tails(grammar.rules[name], name)
-            rules[name] = (
-                Sequence((Repeat(_choice(loops), 0, None), _choice(ends)))
-                if loops
-                else _choice(ends)
-            )
+            again = [Repeat(joined(Choice, loops), 0, None)] if loops else []
+            rules[name] = joined(Sequence, [*again, joined(Choice, ends)])
             used.extend(references(rules[name]))
     return attrs.evolve(grammar, rules=rules)
 
@@ -130,28 +131,21 @@ def _tails(node: Node, rule: str) -> tuple[list[Node], list[Node]]:
         case Repeat(item, 0, 1):
             loops, ends = _tails(item, rule)
             return (loops, [*ends, Sequence(())]) if loops else ([], [node])
-        case Sequence(items) if items:
-            loops, ends = _tails(items[-1], rule)
+        case Sequence([*before, last]):
+            loops, ends = _tails(last, rule)
             if loops:
-                return [_sequence(items[:-1], n) for n in loops], [
-                    _sequence(items[:-1], n) for n in ends
-                ]
+                return [_before(before, n) for n in loops], [_before(before, n) for n in ends]
     return [], [node]
 
 
-def _sequence(items: tuple[Node, ...], last: Node) -> Node:
-    items = (*items, *(last.items if isinstance(last, Sequence) else (last,)))
-    return items[0] if len(items) == 1 else Sequence(items)
-
-
-def _choice(options: list[Node]) -> Node:
-    return options[0] if len(options) == 1 else Choice(tuple(options))
+def _before(items: list[Node], last: Node) -> Node:
+    return joined(Sequence, [*items, *(last.items if isinstance(last, Sequence) else [last])])
 
 
 # -- lexemes --------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class _Lexeme:
     """A regular expression, and at which place of the grammar it stands."""
 
@@ -164,20 +158,20 @@ class _Cut:
     """Which nodes of the grammar are lexemes.
 
     Args:
-        characters: cut everything into single characters.
+        max_lexeme: the largest of them; but a single character always is one.
     """
 
-    def __init__(self, grammar: Grammar, effort: _Effort, *, characters: bool = False) -> None:
+    def __init__(self, grammar: Grammar, effort: _Effort, max_lexeme: int) -> None:
         self.grammar = grammar
         self.effort = effort
-        self.characters = characters
+        self._max_lexeme = max_lexeme
         self._parts: dict[Node, tuple[Node, ...]] = {}
         self._beginnings: set[Node] = set()
         self._lexemes: dict[Node, _Lexeme] = {}
+        self._automata: dict[str, _Automaton] = {}
         self._extents: dict[Node, tuple[float, int]] = {}
-        self._of_rule: dict[str, tuple[float, int]] = {}
         for name in bottom_up(grammar.rules):
-            self._of_rule[name] = self._extent(grammar.rules[name])
+            self._extent(grammar.rules[name])
 
     def _extent(self, node: Node) -> tuple[float, int]:
         """Size and nesting of the regular expression that a node would be."""
@@ -188,7 +182,8 @@ class _Cut:
             case Chars(ranges):
                 found = len(ranges), 0
             case Ref(name):
-                size, nesting = self._of_rule.get(name, (float("inf"), 0))
+                # The rules before it have theirs, so this one recurs.
+                size, nesting = self._extents.get(self.grammar.rules[name], (inf, 0))
                 found = size, nesting + 1
             case Repeat(item, low, high):
                 size, nesting = self._extent(item)
@@ -206,45 +201,41 @@ class _Cut:
 
     def lexeme(self, node: Node) -> _Lexeme | None:
         """The lexeme that this node is, if it is one."""
-        found = self._lexemes.get(node)
-        if found is None and self._fits(node):
+        size, nesting = self._extent(node)
+        fits = 0 < size <= self._max_lexeme and nesting <= MAX_LEXEME_NESTING
+        if node in self._parts or not (fits or isinstance(node, Chars)):
+            return None
+        if node not in self._lexemes:
             text = self._regex(node)
             self.effort.spend(len(text) // 10)
             nullable = matches_empty(node, self.grammar.nullable)
-            found = self._lexemes[node] = _Lexeme(node, text, nullable)
-        return None if node in self._parts else found
+            self._lexemes[node] = _Lexeme(node, text, nullable)
+        return self._lexemes[node]
 
-    def _fits(self, node: Node) -> bool:
-        if self.characters:
-            return isinstance(node, Chars)
-        size, nesting = self._extent(node)
-        small = 0 < size <= MAX_LEXEME and nesting <= MAX_LEXEME_NESTING
-        return small or isinstance(node, Chars)
+    def automaton(self, lexeme: _Lexeme) -> _Automaton:
+        if lexeme.text not in self._automata:
+            automaton = _Automaton(lexeme.node, self.grammar.rules, self.effort)
+            self._automata[lexeme.text] = automaton
+        return self._automata[lexeme.text]
 
     def divide(self, node: Node) -> None:
         """Let this node, which is a lexeme, be none; its parts may be."""
         parts = self.parts(node)
-        if isinstance(node, Sequence) and node not in self._beginnings:
-            # Mostly it is only the end that runs on.  In a literal, it is not.
-            beginning = _sequence(node.items[:-1], Sequence(()))
-            if len(parts) > 2 and not all(isinstance(part, Chars) for part in parts):
-                self._beginnings.add(beginning)
-                parts = (beginning, node.items[-1])
+        is_literal = all(isinstance(part, Chars) for part in parts)
+        whole = isinstance(node, Sequence) and node not in self._beginnings
+        if whole and len(parts) > 2 and not is_literal:
+            # Mostly it is only the end that runs on.
+            beginning = Sequence(parts[:-1])
+            self._beginnings.add(beginning)
+            parts = (beginning, parts[-1])
         self._parts[node] = parts
 
     def parts(self, node: Node) -> tuple[Node, ...]:
         """The nodes that stand for this one, which is no lexeme, in the grammar."""
-        if node in self._parts:
-            return self._parts[node]
-        match node:
-            case Sequence(nodes) | Choice(nodes):
-                return nodes
-            case Repeat(item):
-                return (item,)
-            case Ref(name):
-                return (self.grammar.rules[name],)
-            case Chars():
-                raise AssertionError("a character is always a lexeme")
+        assert not isinstance(node, Chars), "a character is always a lexeme"
+        if isinstance(node, Ref):
+            return (self.grammar.rules[node.name],)
+        return self._parts.get(node, children(node))
 
     def _regex(self, node: Node) -> str:
         match node:
@@ -255,9 +246,9 @@ class _Cut:
             case Ref(name):
                 return self._regex(self.grammar.rules[name])
             case Sequence(items):
-                return "".join(self._regex(item) for item in items)
+                return "".join(map(self._regex, items))
             case Choice(options):
-                return "(?:" + "|".join(self._regex(option) for option in options) + ")"
+                return f"(?:{'|'.join(map(self._regex, options))})"
             case Repeat(item, low, high):
                 inner = self._regex(item)
                 if not isinstance(item, Chars | Choice):
@@ -281,9 +272,8 @@ def _quantifier(low: int, high: int | None) -> str:
 
 
 def _exact_cut(grammar: Grammar) -> _Cut:
-    cut = _Cut(grammar, _Effort(MAX_EFFORT))
-    automata: dict[str, _Automaton] = {}
-    while running_on := _Places(cut, automata).running_on():
+    cut = _Cut(grammar, _Effort(MAX_EFFORT), MAX_LEXEME)
+    while running_on := _Places(cut).running_on():
         for node in running_on:
             cut.divide(node)
     return cut
@@ -295,23 +285,27 @@ class _Places:
     Lexemes are numbered; a set of them is an integer with their bits.
     """
 
-    def __init__(self, cut: _Cut, automata: dict[str, _Automaton]) -> None:
+    def __init__(self, cut: _Cut) -> None:
         self._cut = cut
-        self._automata = automata
-        self._numbers: dict[Node, int] = {}
-        self._lexemes: list[_Lexeme] = []
-        self._known_leads: dict[int, int] = {}
-        self._first = self._beginnings()
-        self._follow: list[int] = [0] * len(self._lexemes)
-        self._followers()
+        self._rules = cut.grammar.rules
+        self._numbers: dict[_Lexeme, int] = {}
+        self._first = dict.fromkeys(self._rules, 0)
+        """For each rule, the lexemes that may begin it."""
+        self._find_first()
+        self._lexemes = list(self._numbers)
+        self._follow = [0] * len(self._lexemes)
+        """For each lexeme, those that may follow it."""
+        self._after = dict.fromkeys(self._rules, 0)
+        self._find_following()
 
     def running_on(self) -> list[Node]:
         """The lexemes that can take a character that may follow a lexeme ending there."""
         found: dict[Node, None] = {}
-        leads = [self._leads(follow) for follow in self._follow]
+        leads = {follow: self._leads(follow) for follow in set(self._follow)}
         for a, b in self._together():
+            led = leads[self._follow[a]]
             # No text continues after the last lexeme.
-            if leads[a] and self._overlap(a, b).continues & leads[a]:
+            if led and self._overlap(a, b).continues & led:
                 found[self._lexemes[b].node] = None
         return list(found)
 
@@ -337,89 +331,69 @@ class _Places:
                     if a != b and followed and self._overlap(a, b).meets:
                         waiting.append((self._follow[a], self._follow[b]))
 
-    def _automaton(self, number: int) -> _Automaton:
-        lexeme = self._lexemes[number]
-        if lexeme.text not in self._automata:
-            self._automata[lexeme.text] = _Automaton(
-                lexeme.node, self._cut.grammar.rules, self._cut.effort
-            )
-        return self._automata[lexeme.text]
-
     def _overlap(self, a: int, b: int) -> _Overlap:
-        return self._automaton(a).overlap(self._automaton(b), self._lexemes[b].text)
+        mine, others = (self._cut.automaton(self._lexemes[number]) for number in (a, b))
+        return mine.overlap(others)
 
     def _leads(self, lexemes: int) -> int:
-        leads = self._known_leads.get(lexemes, 0)
-        if not leads:
-            for number in _bits(lexemes):
-                self._cut.effort.spend()
-                leads |= self._automaton(number).begins
-            self._known_leads[lexemes] = leads
-        return leads
+        """The bytes with which these may begin."""
+        automata = (self._cut.automaton(self._lexemes[number]) for number in _bits(lexemes))
+        return _union((automaton.begins for automaton in automata), self._cut.effort)
 
-    def _beginnings(self) -> dict[str, int]:
-        """For each rule, the lexemes that may begin it."""
-        found = dict.fromkeys(self._cut.grammar.rules, 0)
-        # Later rules are mostly used by earlier ones.
-        order = list(reversed(found))
-        changed = True
-        while changed:
-            changed = False
-            for name in order:
-                first = self._begin(self._cut.grammar.rules[name], found)
-                changed = changed or first != found[name]
-                found[name] = first
-        return found
+    def _find_first(self) -> None:
+        before: dict[str, int] = {}
+        while self._first != before:
+            before = dict(self._first)
+            # Later rules are mostly used by earlier ones.
+            for name in reversed(before):
+                self._first[name] = self._begin(self._rules[name])
 
-    def _begin(self, node: Node, of_rule: Mapping[str, int]) -> int:
+    def _begin(self, node: Node) -> int:
+        """The lexemes that may begin a node, as far as is known."""
         self._cut.effort.spend()
         lexeme = self._cut.lexeme(node)
         if lexeme is not None:
-            number = self._numbers.setdefault(node, len(self._lexemes))
-            if number == len(self._lexemes):
-                self._lexemes.append(lexeme)
-                if number == MAX_PLACES:
-                    raise _TooMuchEffortError
+            number = self._numbers.setdefault(lexeme, len(self._numbers))
+            if number == MAX_PLACES:
+                raise _TooMuchEffortError
             return 1 << number
         if isinstance(node, Ref):
-            return of_rule[node.name]
+            return self._first[node.name]
         first = 0
         open_ = True
         for part in self._cut.parts(node):
-            begin = self._begin(part, of_rule)
+            begin = self._begin(part)
             # All parts are visited: each lexeme needs its number.
             first |= begin if open_ else 0
             if isinstance(node, Sequence):
                 open_ = open_ and matches_empty(part, self._cut.grammar.nullable)
         return first
 
-    def _followers(self) -> None:
-        """Find out for each lexeme which may follow it."""
-        after = dict.fromkeys(self._cut.grammar.rules, 0)
-        waiting = dict.fromkeys(after)
+    def _find_following(self) -> None:
+        waiting = dict.fromkeys(self._rules)
         while waiting:
             name = next(iter(waiting))
             del waiting[name]
-            for other in self._follow_in(self._cut.grammar.rules[name], after[name], after):
-                waiting[other] = None
+            waiting.update(dict.fromkeys(self._follow_in(self._rules[name], self._after[name])))
 
-    def _follow_in(self, node: Node, then: int, after: dict[str, int]) -> Iterator[str]:
+    def _follow_in(self, node: Node, then: int) -> Iterator[str]:
         """Note that `then` may follow the node; yield the rules for which that is news."""
         self._cut.effort.spend()
-        if self._cut.lexeme(node) is not None:
-            self._follow[self._numbers[node]] |= then
+        lexeme = self._cut.lexeme(node)
+        if lexeme is not None:
+            self._follow[self._numbers[lexeme]] |= then
         elif isinstance(node, Ref):
-            if then & ~after[node.name]:
-                after[node.name] |= then
+            if then & ~self._after[node.name]:
+                self._after[node.name] |= then
                 yield node.name
         else:
             if isinstance(node, Repeat) and node.high != 1:
-                then |= self._begin(node.item, self._first)
+                then |= self._begin(node.item)
             for part in reversed(self._cut.parts(node)):
-                yield from self._follow_in(part, then, after)
+                yield from self._follow_in(part, then)
                 if isinstance(node, Sequence):
                     open_ = matches_empty(part, self._cut.grammar.nullable)
-                    then = self._begin(part, self._first) | (then if open_ else 0)
+                    then = self._begin(part) | (then if open_ else 0)
 
 
 @attrs.frozen
@@ -446,64 +420,53 @@ class _Automaton:
         self._effort = effort
         self._ranges: list[Ranges] = []
         self._follow: list[int] = []
-        self._overlaps: dict[str, _Overlap] = {}
+        self._overlaps: dict[_Automaton, _Overlap] = {}
         self._first, self._last, _ = self._build(node)
         leads = [_leads(ranges) for ranges in self._ranges]
-        self._next_leads = [self._union(leads, follow) for follow in self._follow]
-        self.begins = self._union(leads, self._first)
+        self._next_leads = [self._leads(leads, follow) for follow in self._follow]
+        self.begins = self._leads(leads, self._first)
         """The bytes with which its text may begin."""
 
-    def _union(self, leads: list[int], positions: int) -> int:
-        found = 0
-        for position in _bits(positions):
-            self._effort.spend()
-            found |= leads[position]
-        return found
+    def _leads(self, leads: list[int], positions: int) -> int:
+        return _union((leads[position] for position in _bits(positions)), self._effort)
 
     def _build(self, node: Node) -> tuple[int, int, bool]:
         """Add the node; return its first and last positions, and whether it may be empty."""
         self._effort.spend()
-        first, last = 0, 0
+        first, last, empty = 0, 0, isinstance(node, Sequence)
         match node:
             case Chars(ranges):
                 self._ranges.append(ranges)
                 self._follow.append(0)
                 first = last = 1 << (len(self._ranges) - 1)
-                return first, last, False
             case Ref(name):
                 return self._build(self._rules[name])
             case Choice(options):
-                empty = False
-                for option in options:
-                    begin, end, nothing = self._build(option)
+                for begin, end, nothing in map(self._build, options):
                     first, last, empty = first | begin, last | end, empty or nothing
-                return first, last, empty
             case Sequence(items):
-                empty = True
-                for item in items:
-                    begin, end, nothing = self._build(item)
+                for begin, end, nothing in map(self._build, items):
                     self._link(last, begin)
                     first |= begin if empty else 0
                     last = end | (last if nothing else 0)
                     empty = empty and nothing
-                return first, last, empty
             case Repeat(item, low, high):
                 first, last, empty = self._build(item)
                 if high != 1:
                     self._link(last, first)
-                return first, last, empty or low == 0
+                empty = empty or low == 0
+        return first, last, empty
 
     def _link(self, before: int, after: int) -> None:
         for position in _bits(before):
             self._effort.spend()
             self._follow[position] |= after
 
-    def overlap(self, other: _Automaton, key: str) -> _Overlap:
-        """Read the same text with both, in every way.  `key` stands for the other."""
-        found = self._overlaps.get(key)
-        if found is None:
-            found = self._overlaps[key] = self._read_with(other)
-        return found
+    def overlap(self, other: _Automaton) -> _Overlap:
+        """Read the same text with both, in every way."""
+        if other not in self._overlaps:
+            self._overlaps[other] = self._read_with(other)
+        return self._overlaps[other]
 
     def _read_with(self, other: _Automaton) -> _Overlap:
         continues, meets = 0, False
@@ -511,12 +474,11 @@ class _Automaton:
         waiting = [(self._first, other._first)] if self.begins & other.begins else []
         while waiting:
             mine, others = waiting.pop()
-            for pair in ((a, b) for a in _bits(mine) for b in _bits(others)):
+            for a, b in itertools.product(_bits(mine), _bits(others)):
                 self._effort.spend()
-                a, b = pair
-                if pair in seen or not self._both(self._ranges[a], other._ranges[b]):
+                if (a, b) in seen or not self._both(self._ranges[a], other._ranges[b]):
                     continue
-                seen.add(pair)
+                seen.add((a, b))
                 if self._last >> a & 1:
                     continues |= other._next_leads[b]
                     meets = meets or bool(other._last >> b & 1)
@@ -536,6 +498,14 @@ def _leads(ranges: Ranges) -> int:
     return found
 
 
+def _union(sets: Iterable[int], effort: _Effort) -> int:
+    found = 0
+    for each in sets:
+        effort.spend()
+        found |= each
+    return found
+
+
 def _bits(number: int) -> Iterator[int]:
     while number:
         lowest = number & -number
@@ -545,11 +515,7 @@ def _bits(number: int) -> Iterator[int]:
 
 # -- notation -------------------------------------------------------------------------------
 
-
-def _lark(cut: _Cut) -> str:
-    writer = _Writer(cut)
-    writer.write()
-    return writer.text()
+_RULE = re.compile(r"r[0-9]+")
 
 
 class _Writer:
@@ -561,28 +527,20 @@ class _Writer:
         self._names: dict[Node, str] = {}
         self._waiting: list[Node] = []
         self._rules: dict[str, str] = {}
-        self._uses: dict[str, list[str]] = {}
-        self._used: list[str] = []
         self._alternatives = 0
 
-    def write(self) -> None:
-        self._rules["start"] = self._term(Ref(self._cut.grammar.root))
-        self._uses["start"] = self._used
-        for node in self._waiting:
-            self._used = []
-            name = self._names[node]
-            self._rules[name] = self._body(node)
-            self._uses[name] = self._used
-        self._refuse_nesting()
-
     def text(self) -> str:
+        self._rules["start"] = self._term(Ref(self._cut.grammar.root))
+        for node in self._waiting:
+            self._rules[self._names[node]] = self._body(node)
+        self._refuse_nesting()
         lines = [f"{name}: {body}\n" for name, body in self._rules.items()]
         lines += [f"{name}: {regex}\n" for regex, name in self._terminals.items()]
         return "".join(lines)
 
     def _body(self, node: Node) -> str:
         if isinstance(node, Choice):
-            options = list(dict.fromkeys(self._items(option) for option in node.options))
+            options = list(dict.fromkeys(map(self._items, node.options)))
         else:
             options = [self._items(node)]
         self._alternatives += len(options)
@@ -592,7 +550,7 @@ class _Writer:
 
     def _items(self, node: Node) -> str:
         if isinstance(node, Sequence) and node.items and self._cut.lexeme(node) is None:
-            return " ".join(self._items(part) for part in self._cut.parts(node))
+            return " ".join(map(self._items, self._cut.parts(node)))
         return self._term(node)
 
     def _term(self, node: Node) -> str:
@@ -624,22 +582,20 @@ class _Writer:
         if node not in self._names:
             self._names[node] = f"r{len(self._names)}"
             self._waiting.append(node)
-        name = self._names[node]
-        self._used.append(name)
-        return name
+        return self._names[node]
 
     def _refuse_nesting(self) -> None:
-        """Enter the rules as llguidance does when it compiles them."""
-        entered = {"start"}
-        path = [iter(self._uses["start"])]
-        while path:
-            name = next(path[-1], None)
-            if name is None:
-                path.pop()
-            elif name not in entered:
-                entered.add(name)
-                path.append(iter(self._uses[name]))
-                if len(path) > MAX_RULE_NESTING:
-                    raise ProtocolError(
-                        f"grammar: more than {MAX_RULE_NESTING} rules lead from one to the next"
-                    )
+        entered: set[str] = set()
+
+        def enter(rule: str, depth: int) -> None:
+            """Enter the rules as llguidance does when it compiles them."""
+            if depth > MAX_RULE_NESTING:
+                raise ProtocolError(
+                    f"grammar: more than {MAX_RULE_NESTING} rules lead from one to the next"
+                )
+            entered.add(rule)
+            for name in _RULE.findall(self._rules[rule]):
+                if name not in entered:
+                    enter(name, depth + 1)
+
+        enter("start", 1)

@@ -21,7 +21,7 @@ __all__ = ["CONTROL", "fault_of_pattern"]
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON can only write as `\\u` and a number, or better does."""
 
-_ESCAPES = frozenset("dwsSnrtf")
+_ESCAPES = frozenset("dwsSnrtfv")
 _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[^\n])", re.DOTALL)
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{[0-9]{1,9}(?:,(?:[0-9]{1,9})?)?\})\??")
 _GROUP = re.compile(r"\((?:\?:|\?P<[A-Za-z_][A-Za-z0-9_]*>|(?!\?))")
@@ -59,32 +59,19 @@ def _scan(pattern: str) -> None:
     at = 0
     may_repeat = False
     while at < len(pattern):
-        match pattern[at]:
+        match character := pattern[at]:
             case "\\":
                 at = _escape(pattern, at, negated=False)
-                may_repeat = True
             case "[":
                 at = _class(pattern, at)
-                may_repeat = True
             case "(":
                 at = _group(pattern, at)
-                may_repeat = False
             case "*" | "+" | "?" | "{":
-                found = _QUANTIFIER.match(pattern, at)
-                if found is None:
-                    raise _Fault("a '{' that is no quantifier must be written '\\{'")
-                if not may_repeat:
-                    raise _Fault(f"there is nothing that {found[0]!r} could repeat")
-                at = found.end()
-                may_repeat = False
-            case "^" | "$" | "|":
-                at += 1
-                may_repeat = False
-            case character if CONTROL.match(character):
-                raise _control_fault(character)
+                at = _quantifier(pattern, at, may_repeat=may_repeat)
             case _:
+                _refuse_control(character)
                 at += 1
-                may_repeat = True
+        may_repeat = character not in "(*+?{^$|"
 
 
 def _group(pattern: str, at: int) -> int:
@@ -96,26 +83,31 @@ def _group(pattern: str, at: int) -> int:
     raise _Fault(f"groups that begin with {pattern[at : at + 3]!r} are not supported")
 
 
+def _quantifier(pattern: str, at: int, *, may_repeat: bool) -> int:
+    found = _QUANTIFIER.match(pattern, at)
+    if found is None:
+        raise _Fault("a '{' that is no quantifier must be written '\\{'")
+    if not may_repeat:
+        raise _Fault(f"there is nothing that {found[0]!r} could repeat")
+    return found.end()
+
+
 def _escape(pattern: str, at: int, *, negated: bool) -> int:
     found = _ESCAPE.match(pattern, at)
     if found is None:
         raise _Fault("it ends in the middle of an escape, or escapes the end of a line")
-    kind = found[0][1]
-    if len(found[0]) > 2:
-        character = chr(int(found[0].lstrip("\\xu"), 16))
-        if CONTROL.match(character) and not negated:
-            raise _control_fault(character)
-    elif kind == "v" and not negated:
-        raise _control_fault("\v")
-    if len(found[0]) == 2 and kind.isalnum():
-        if kind in "DW" or (negated and kind in "dw"):
-            raise _Fault(
-                f"{found[0]!r} {'in a negated class ' if negated else ''}is not supported: "
-                "validators do not agree whether it takes letters and digits beyond ASCII"
-            )
-        if kind not in _ESCAPES | {"v"} or (negated and kind == "S"):
-            raise _Fault(f"the escape {found[0]!r} is not supported")
-    elif not kind.isascii():
+    kind, code = found[0][1], found[0][2:]
+    if not negated and (code or kind == "v"):
+        _refuse_control(chr(int(code, 16)) if code else "\v")
+    if code:
+        return found.end()
+    if kind in "DW" or (negated and kind in "dw"):
+        raise _Fault(
+            f"{found[0]!r} {'in a negated class ' if negated else ''}is not supported: "
+            "validators do not agree whether it takes letters and digits beyond ASCII"
+        )
+    known = kind in _ESCAPES and not (negated and kind == "S")
+    if not (known if kind.isalnum() else kind.isascii()):
         raise _Fault(f"the escape {found[0]!r} is not supported")
     return found.end()
 
@@ -126,7 +118,7 @@ def _class(pattern: str, at: int) -> int:
     at += negated
     first = at
     while at < len(pattern):
-        match pattern[at]:
+        match character := pattern[at]:
             case "]" if at == first:
                 raise _Fault("a ']' in a class must be written '\\]'")
             case "]":
@@ -135,14 +127,15 @@ def _class(pattern: str, at: int) -> int:
                 at = _escape(pattern, at, negated=negated)
             case "[":
                 raise _Fault("a '[' in a class must be written '\\['")
-            case "&" | "~" | "-" if pattern.startswith(pattern[at] * 2, at):
-                raise _Fault(f"{pattern[at] * 2!r} in a class must be written apart")
-            case character if CONTROL.match(character) and not negated:
-                raise _control_fault(character)
+            case "&" | "~" | "-" if pattern.startswith(character * 2, at):
+                raise _Fault(f"{character * 2!r} in a class must be written apart")
             case _:
+                if not negated:
+                    _refuse_control(character)
                 at += 1
     raise _Fault("a class has no end")
 
 
-def _control_fault(character: str) -> _Fault:
-    return _Fault(f"the control character {character!r} is only supported in negated classes")
+def _refuse_control(character: str) -> None:
+    if CONTROL.match(character):
+        raise _Fault(f"the control character {character!r} is only supported in negated classes")

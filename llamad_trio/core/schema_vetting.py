@@ -11,10 +11,10 @@ llguidance 1.9 compiles more than this.  What it gets wrong is refused here, eac
 
 from __future__ import annotations
 
+import graphlib
 import math
 import re
 import urllib.parse
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -25,16 +25,27 @@ import attrs
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.schema_pattern import CONTROL, fault_of_pattern
 
-__all__ = ["ANNOTATIONS", "FORMATS", "REFUSED", "SUPPORTED", "resolve", "vet_schema"]
+__all__ = [
+    "ANNOTATIONS",
+    "FORMATS",
+    "REFUSED",
+    "SUPPORTED",
+    "is_number",
+    "resolve",
+    "vet_schema",
+    "within",
+]
 
 Holds: TypeAlias = Literal["a schema", "schemas", "schemas by name"]
 """What a keyword's value is made of, when of schemas."""
 
+Fault: TypeAlias = Callable[[Any], str | None]
+"""Why a value is not taken; `None` if it is."""
+
 
 @attrs.frozen
 class _Keyword:
-    fault: Callable[[Any], str | None]
-    """Why a value is not taken; `None` if it is."""
+    fault: Fault
     holds: Holds | None = None
     since: int = 0
     """The draft that brought it: 6, 7, 2019 or 2020; 0 is older."""
@@ -85,18 +96,61 @@ DRAFTS = {
 }
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a JSON value is a number: to Python, `true` is one."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _fault_of_schema(value: object) -> str | None:
-    return None if isinstance(value, bool | dict) else "it must be a schema"
+def within(value: object) -> Iterator[Any]:
+    """A JSON value and all those in it, each container before what it holds."""
+    waiting = [value]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, Mapping):
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
 
 
-def _fault_of_schemas(value: object) -> str | None:
-    if isinstance(value, list) and value and all(isinstance(v, bool | dict) for v in value):
-        return None
-    return "it must be a list of schemas, at least one"
+def _must_be(what: str, holds: Callable[[Any], bool]) -> Fault:
+    return lambda value: None if holds(value) else f"it must be {what}"
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, bool | dict)
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+_fault_of_schema = _must_be("a schema", _is_schema)
+
+_fault_of_schemas = _must_be(
+    "a list of schemas, at least one",
+    lambda value: isinstance(value, list) and value != [] and all(map(_is_schema, value)),
+)
+
+_fault_of_named_schemas = _must_be(
+    "an object of schemas",
+    lambda value: isinstance(value, dict) and all(map(_is_schema, value.values())),
+)
+
+_fault_of_type = _must_be(
+    f"one or some of {', '.join(sorted(TYPES))}",
+    lambda value: value != [] and all(isinstance(t, str) and t in TYPES for t in _listed(value)),
+)
+
+_fault_of_names = _must_be(
+    "a list of names",
+    lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+)
+
+_fault_of_count = _must_be(
+    "a whole number, at least 0",
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+)
 
 
 def _fault_of_choices(value: object) -> str | None:
@@ -105,37 +159,23 @@ def _fault_of_choices(value: object) -> str | None:
     return _fault_of_schemas(value)
 
 
-def _fault_of_named_schemas(value: object) -> str | None:
-    if isinstance(value, dict) and all(isinstance(v, bool | dict) for v in value.values()):
-        return None
-    return "it must be an object of schemas"
-
-
 def _fault_of_properties(value: object) -> str | None:
     if isinstance(value, dict) and len(value) > MAX_PROPERTIES:
         return f"at most {MAX_PROPERTIES} are allowed"
     return _fault_of_named_schemas(value)
 
 
-def _fault_of_patterns(value: object) -> str | None:
+def _fault_of_patterns(value: Any) -> str | None:
     if fault := _fault_of_named_schemas(value):
         return fault
-    assert isinstance(value, dict)
-    faults = (
-        f"{_short(key)}: {fault}" for key in value if (fault := fault_of_pattern(key, of_keys=True))
-    )
-    return next(faults, None)
+    for key in value:
+        if fault := fault_of_pattern(key, of_keys=True):
+            return f"{_short(key)}: {fault}"
+    return None
 
 
 def _fault_of_pattern(value: object) -> str | None:
     return fault_of_pattern(value) if isinstance(value, str) else "it must be a text"
-
-
-def _fault_of_type(value: object) -> str | None:
-    names = value if isinstance(value, list) else [value]
-    if names and all(isinstance(name, str) and name in TYPES for name in names):
-        return None
-    return f"it must be one or some of {', '.join(sorted(TYPES))}"
 
 
 def _fault_of_format(value: object) -> str | None:
@@ -144,20 +184,8 @@ def _fault_of_format(value: object) -> str | None:
     return f"{_short(value)} is not supported, only {', '.join(sorted(FORMATS))}"
 
 
-def _fault_of_names(value: object) -> str | None:
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return None
-    return "it must be a list of names"
-
-
-def _fault_of_count(value: object) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return None
-    return "it must be a whole number, at least 0"
-
-
 def _fault_of_bound(value: Any) -> str | None:
-    if not _is_number(value):
+    if not is_number(value):
         return "it must be a number"
     if not abs(value) <= MAX_EXACT:
         return f"it must be within ±2**53, {MAX_EXACT}"
@@ -168,7 +196,7 @@ def _fault_of_bound(value: Any) -> str | None:
 
 
 def _fault_of_multiple(value: Any) -> str | None:
-    if not _is_number(value) or not 0 < value <= MAX_EXACT:
+    if not is_number(value) or not 0 < value <= MAX_EXACT:
         return "it must be a number above 0"
     if isinstance(value, float) and math.frexp(value)[0] != 0.5:
         return (
@@ -185,8 +213,8 @@ def _fault_of_values(value: object) -> str | None:
 
 
 def _fault_of_value(value: object) -> str | None:
-    for leaf in _leaves(value):
-        if _is_number(leaf) and not -MAX_EXACT <= leaf <= MAX_EXACT:
+    for leaf in within(value):
+        if is_number(leaf) and not -MAX_EXACT <= leaf <= MAX_EXACT:
             return f"numbers must be within ±2**53, {MAX_EXACT}"
         if isinstance(leaf, str) and (found := CONTROL.search(leaf)):
             return f"the control character {found[0]!r} is not supported"
@@ -238,11 +266,12 @@ SUPPORTED: Mapping[str, _Keyword] = {
     "multipleOf": _Keyword(_fault_of_multiple),
 }
 
+_OF_THE_WHOLE = ("$schema", "$id", "id")
+
 ANNOTATIONS = frozenset(
     {
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        # `$schema`, `$id` and `id` only of the whole, see `_check_whole`.
-        *("$comment", "$anchor", "$schema", "$id", "id"),
+        *("$comment", "$anchor", *_OF_THE_WHOLE),
         # OpenAPI's, which pydantic and msgspec write beside `oneOf` and `anyOf`.
         *("discriminator", "example"),
     }
@@ -275,19 +304,10 @@ REFUSED: Mapping[str, str] = {
 
 @attrs.frozen
 class _Place:
-    """Where in a schema something is."""
+    """Where in a schema something is, if not at its top."""
 
-    inside: _Place | None = None
-    name: str | int = ""
-
-    def __str__(self) -> str:
-        names: list[str] = []
-        place: _Place | None = self
-        while place is not None and place.inside is not None:
-            names.append(str(place.name))
-            place = place.inside
-        path = "/".join(("#", *reversed(names)))
-        return path if len(path) <= 120 else f"{path[:80]}...{path[-37:]}"
+    inside: _Place | None
+    name: str | int
 
 
 def vet_schema(schema: Mapping[str, Any], *, in_lark: bool = False) -> None:
@@ -300,28 +320,29 @@ def vet_schema(schema: Mapping[str, Any], *, in_lark: bool = False) -> None:
     Raises:
         ProtocolError: with the keyword, its place, and the reason.
     """
-    _check_whole(schema, in_lark=in_lark)
-    draft = _draft(schema)
+    draft = _check_whole(schema, in_lark=in_lark)
+    parts: list[Mapping[str, Any]] = []
     n_chars = 0
     for part, place in _parts(schema):
+        parts.append(part)
         n_chars += sum(map(len, _patterns(part)))
         if n_chars > MAX_PATTERN_CHARS:
             raise ProtocolError(
                 f"json_schema: its patterns have more than {MAX_PATTERN_CHARS} characters"
             )
         for keyword, value in part.items():
-            if place.inside is None and in_lark and keyword == "x-guidance":
+            if place is None and in_lark and keyword == "x-guidance":
                 continue
             fault = _fault(keyword, value, draft)
-            if fault is None and place.inside is not None and keyword in {"$schema", "$id", "id"}:
+            if fault is None and place is not None and keyword in _OF_THE_WHOLE:
                 fault = "only the whole schema may have it"
             if fault is None and keyword == "$ref" and resolve(value, schema) is None:
                 fault = f"{_short(value)} leads to no schema"
             if fault is not None:
                 raise _refusal(place, keyword, fault)
         _check_together(part, place)
-    _check_everywhere(schema)
-    _check_progress(schema)
+    _check_everywhere(parts)
+    _check_progress(parts, schema)
 
 
 def resolve(ref: str, schema: Mapping[str, Any]) -> object:
@@ -332,42 +353,39 @@ def resolve(ref: str, schema: Mapping[str, Any]) -> object:
     if ref != "#" and not ref.startswith("#/"):
         return None
     node: Any = schema
-    holds: Holds = "a schema"
+    holds: Holds | None = "a schema"
     for part in urllib.parse.unquote(ref).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if holds == "schemas":
-            if not isinstance(node, list) or not _INDEX.fullmatch(name) or int(name) >= len(node):
+        match node, holds:
+            case Mapping(), "a schema":
+                node, holds = node.get(name), _holds(name)
+            case Mapping(), "schemas by name":
+                node, holds = node.get(name), "a schema"
+            case list(), "schemas" if _INDEX.fullmatch(name) and int(name) < len(node):
+                node, holds = node[int(name)], "a schema"
+            case _:
                 return None
-            node, holds = node[int(name)], "a schema"
-        elif not isinstance(node, Mapping):
-            return None
-        elif holds == "schemas by name":
-            node, holds = node.get(name), "a schema"
-        else:
-            keyword = SUPPORTED.get(name)
-            if keyword is None or keyword.holds is None:
-                return None
-            node, holds = node.get(name), keyword.holds
     return node if holds == "a schema" and isinstance(node, bool | Mapping) else None
 
 
-def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], _Place]]:
+def _holds(name: str) -> Holds | None:
+    return SUPPORTED[name].holds if name in SUPPORTED else None
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], _Place | None]]:
     """A schema and all those within it, but for `true` and `false`.
 
     A keyword's value is looked into after the schema it is in was given.
     """
-    waiting: list[tuple[Any, _Place]] = [(schema, _Place())]
+    waiting: list[tuple[Any, _Place | None]] = [(schema, None)]
     while waiting:
         part, place = waiting.pop()
         if isinstance(part, bool):
             continue
         yield part, place
         for name, value in part.items():
-            keyword = SUPPORTED.get(name)
-            if keyword is None:
-                continue
             below = _Place(place, name)
-            match keyword.holds:
+            match _holds(name):
                 case "a schema":
                     waiting.append((value, below))
                 case "schemas":
@@ -398,30 +416,35 @@ def _fault(name: str, value: object, draft: int) -> str | None:
     return "it is no keyword of JSON Schema; names of your own must begin with 'x-'"
 
 
-def _refusal(place: _Place, keyword: str, fault: str) -> ProtocolError:
-    return ProtocolError(f"json_schema: {_short(keyword)} at {place} is refused: {fault}")
+def _refusal(place: _Place | None, keyword: str, fault: str) -> ProtocolError:
+    names: list[str] = []
+    while place is not None:
+        names.append(str(place.name))
+        place = place.inside
+    path = "/".join(("#", *reversed(names)))
+    if len(path) > 120:
+        path = f"{path[:80]}...{path[-37:]}"
+    return ProtocolError(f"json_schema: {_short(keyword)} at {path} is refused: {fault}")
 
 
-def _draft(schema: Mapping[str, Any]) -> int:
-    name = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
-    draft = DRAFTS.get(name.removesuffix("#")) if isinstance(name, str) else None
-    if draft is None:
-        raise _refusal(_Place(), "$schema", f"{_short(name)} is no draft of JSON Schema we know")
-    return draft
-
-
-def _check_whole(schema: Mapping[str, Any], *, in_lark: bool) -> None:
+def _check_whole(schema: Mapping[str, Any], *, in_lark: bool) -> int:
+    """What only the whole schema may say; return its draft."""
     for name in ("$id", "id"):
         if not isinstance(schema.get(name, ""), str):
-            raise _refusal(_Place(), name, "it must be a text")
+            raise _refusal(None, name, "it must be a text")
     style = schema.get("x-guidance", {})
     if in_lark and (
         not isinstance(style, Mapping) or style.get("lenient") or style.get("coerce_one_of")
     ):
-        raise _refusal(_Place(), "x-guidance", "what is not supported must not be ignored")
+        raise _refusal(None, "x-guidance", "what is not supported must not be ignored")
+    name = schema.get("$schema", "https://json-schema.org/draft/2020-12/schema")
+    draft = DRAFTS.get(name.removesuffix("#")) if isinstance(name, str) else None
+    if draft is None:
+        raise _refusal(None, "$schema", f"{_short(name)} is no draft of JSON Schema we know")
+    return draft
 
 
-def _check_together(part: Mapping[str, Any], place: _Place) -> None:
+def _check_together(part: Mapping[str, Any], place: _Place | None) -> None:
     """What keywords beside each other must not say."""
     required = len(set(part.get("required", ())))
     if part.get("minProperties", 0) > required + 1:
@@ -442,35 +465,24 @@ def _check_together(part: Mapping[str, Any], place: _Place) -> None:
 
 
 def _may_be_fraction(part: Mapping[str, Any]) -> bool:
-    types = part.get("type", "number")
-    return "number" in (types if isinstance(types, list) else [types])
+    return "number" in _listed(part.get("type", "number"))
 
 
-def _check_everywhere(schema: Mapping[str, Any]) -> None:
+def _check_everywhere(parts: list[Mapping[str, Any]]) -> None:
     """What keywords must not say together wherever they are, for they may be combined."""
-    n_patterns = 0
-    multiples: set[Fraction] = set()
-    positive = negative = False
-    bounds: set[float] = set()
-    for part, _ in _parts(schema):
-        n_patterns += len(part.get("patternProperties", ()))
-        if "multipleOf" in part:
-            multiples.add(Fraction(part["multipleOf"]))
-        if _may_be_fraction(part):
-            positive |= part.get("exclusiveMinimum") == 0
-            negative |= part.get("exclusiveMaximum") == 0
-        bounds.update(part[n] for n in ("minimum", "maximum") if n in part)
-    if n_patterns > MAX_PATTERNS:
+    if sum(len(part.get("patternProperties", ())) for part in parts) > MAX_PATTERNS:
         raise ProtocolError(
             f"json_schema: 'patternProperties' has more than {MAX_PATTERNS} patterns in all"
         )
-    if (positive and any(0 < b < 1 for b in bounds)) or (
-        negative and any(-1 < b < 0 for b in bounds)
-    ):
-        raise ProtocolError(
-            "json_schema: an exclusive bound of 0 together with a bound between 0 and 1 "
-            "is refused: llguidance takes 0 for within both"
-        )
+    bounds = [part[name] for part in parts for name in ("minimum", "maximum") if name in part]
+    for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        of_0 = any(part.get(name) == 0 and _may_be_fraction(part) for part in parts)
+        if of_0 and any(0 < sign * bound < 1 for bound in bounds):
+            raise ProtocolError(
+                "json_schema: an exclusive bound of 0 together with a bound between 0 and 1 "
+                "is refused: llguidance takes 0 for within both"
+            )
+    multiples = {Fraction(part["multipleOf"]) for part in parts if "multipleOf" in part}
     if len(multiples) > 1:
         # In steps of the finest: of tenths, hundredths, and so on.
         n_decimals = max(m.denominator.bit_length() - 1 for m in multiples)
@@ -481,36 +493,17 @@ def _check_everywhere(schema: Mapping[str, Any]) -> None:
             )
 
 
-def _check_progress(schema: Mapping[str, Any]) -> None:
+def _check_progress(parts: list[Mapping[str, Any]], schema: Mapping[str, Any]) -> None:
     """Refuse a schema of a value that comes back to itself for the same value: no end to that."""
     same_value: dict[int, list[int]] = {}
-    n_towards: Counter[int] = Counter()
-    for part, _ in _parts(schema):
+    for part in parts:
         nexts = [each for name in ("allOf", "anyOf", "oneOf") for each in part.get(name, ())]
         if "$ref" in part:
             nexts.append(resolve(part["$ref"], schema))
-        same_value[id(part)] = [id(each) for each in nexts if isinstance(each, Mapping)]
-        n_towards.update(same_value[id(part)])
-    # Those that nothing leads to are taken away until none is left, or a cycle.
-    free = [key for key in same_value if n_towards[key] == 0]
-    n_taken = 0
-    while free:
-        n_taken += 1
-        for key in same_value[free.pop()]:
-            n_towards[key] -= 1
-            if n_towards[key] == 0:
-                free.append(key)
-    if n_taken < len(same_value):
-        raise ProtocolError("json_schema: a schema refers to itself for one and the same value")
-
-
-def _leaves(value: object) -> Iterator[Any]:
-    waiting = [value]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping):
-            waiting.extend(node.values())
-        elif isinstance(node, list):
-            waiting.extend(node)
-        else:
-            yield node
+        same_value[id(part)] = [id(each) for each in nexts]
+    try:
+        graphlib.TopologicalSorter(same_value).prepare()
+    except graphlib.CycleError:
+        raise ProtocolError(
+            "json_schema: a schema refers to itself for one and the same value"
+        ) from None

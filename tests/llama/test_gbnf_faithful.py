@@ -334,7 +334,7 @@ FEW, MANY = (
     settings(
         max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
-    for n in (60, 3_000)
+    for n in (60, 1_000)
 )
 
 
