@@ -25,7 +25,7 @@ class Budget:
             limit.
 
     Raises:
-        ProtocolError: the limit is something else.
+        ProtocolError: the limit is something else, or negative.
     """
 
     def __init__(self, limit: int | Literal["auto"] | None) -> None:
@@ -33,6 +33,8 @@ class Budget:
             limit = int(AUTO_SHARE * total_memory())
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
             raise ProtocolError(f'memory_budget_bytes must be bytes or "auto", not {limit!r}')
+        if limit is not None and limit < 0:
+            raise ProtocolError("memory_budget_bytes must not be negative")
         self._limit = limit
         self._held: Counter[str] = Counter()
 

@@ -13,18 +13,20 @@ from secrets import token_hex
 
 __all__ = ["Callers"]
 
-MOST_CALLERS = 4096
-"""Contexts that are kept while somebody reads events: how much later than its call the end of a
-request may be told.  A context costs 0.1 KB, and what its variables keep alive."""
+MOST_ENDED = 16_384
+"""Calls whose contexts are kept though they have ended, while somebody reads events: the end of
+a request may be told later than its reply.  A context takes 0.1 KB, and keeps alive what its
+variables hold."""
 
 
 class Callers:
-    """The contexts of the latest callers of one engine."""
+    """The contexts of those who wait for one engine, and of those who did so lately."""
 
     def __init__(self) -> None:
         self._name = token_hex(8)  # the engine has other clients, too
         self._numbers = count()
-        self._contexts: dict[str, Context] = {}
+        self._waiting: dict[str, Context] = {}
+        self._ended: dict[str, Context] = {}
         self._n_readers = 0
 
     @contextmanager
@@ -36,18 +38,24 @@ class Callers:
         finally:
             self._n_readers -= 1
             if not self._n_readers:
-                self._contexts.clear()
+                self._ended.clear()
 
-    def note(self) -> str | None:
-        """An id for a call of this task; `None` if nobody will ask for it."""
-        if not self._n_readers:
-            return None
+    @contextmanager
+    def calling(self) -> Iterator[str]:
+        """This task waits for a call inside the block.  Gives the call's id."""
         call_id = f"{self._name}-{next(self._numbers)}"
-        self._contexts[call_id] = copy_context()
-        if len(self._contexts) > MOST_CALLERS:
-            del self._contexts[next(iter(self._contexts))]
-        return call_id
+        self._waiting[call_id] = copy_context()
+        try:
+            yield call_id
+        finally:
+            context = self._waiting.pop(call_id)
+            if self._n_readers:
+                self._ended[call_id] = context
+            if len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
 
     def context_of(self, call_id: object) -> Context | None:
         """The context of the task that made a call; `None` if it is not known."""
-        return self._contexts.get(call_id) if isinstance(call_id, str) else None
+        if not isinstance(call_id, str):
+            return None
+        return self._waiting.get(call_id) or self._ended.get(call_id)

@@ -6,17 +6,23 @@ Whatever the other process does, here it is a typed error.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from os import PathLike, fspath
 from socket import socketpair
 
 import trio
 
-from llamad_trio.actors.broadcast import Broadcast
+from llamad_trio.actors.broadcast import Broadcast, EventReader
 from llamad_trio.actors.handover import Handover
 from llamad_trio.actors.lane import Lane
 from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
@@ -32,10 +38,10 @@ from llamad_trio.core.errors import (
     ModelLoadError,
 )
 from llamad_trio.engine import counted, with_lane_threads
+from llamad_trio.info import DaemonStats
 from llamad_trio.remote import RemoteEngine, stats_of
-from llamad_trio.remote_reply import RemoteReply
+from llamad_trio.remote_reply import RemoteEvents, RemoteReply
 from llamad_trio.wire.converter import unstructure
-from llamad_trio.wire.strict_json import encode_line
 
 __all__ = ["open_isolated_engine"]
 
@@ -45,6 +51,9 @@ COMMAND = (sys.executable, "-P", "-m", "llamad_trio.isolated")
 GRACE_S = 5.0
 """How long the process may take to end when it is told to, before it is killed: it may have
 prefixes to write to disk."""
+
+RELAYED_EVENTS = 65_536
+"""How many may wait over there, whatever the readers here ask for: a second's or more."""
 
 MAX_LOG_BYTES = 8 * 1024
 MAX_LOG_LINES = 20
@@ -61,34 +70,40 @@ async def open_isolated_engine(
 ) -> AsyncIterator[RemoteEngine]:
     """Run an engine in a process of its own inside the block.
 
-    Arguments as for `open_engine`; `name` and `broadcast` as for `run_engine`.  Leaving the block ends the process; so does the end of
-    this one, however it comes.  If the process ends by itself, the block ends with
-    `EngineCrashed`, and so do the requests that were under way.
+    Arguments as for `open_engine`; `name` and `broadcast` as for `run_engine`.  Leaving the
+    block ends the process; so does the end of this one, however it comes.  If the process ends
+    by itself, the block ends with `EngineCrashed`, and so do the requests that were under way.
     """
     began = trio.current_time()
-    broadcast = broadcast or Broadcast()
-    reporter = Reporter(broadcast, name)
+    own_broadcast = Broadcast(onward=broadcast)
+    reporter = Reporter(own_broadcast, name)
     config = with_lane_threads(config)
     async with _running(fspath(model)) as child:
-        order = {"model": fspath(model), "config": unstructure(config), "name": name}
-        await child.channel.send_all(encode_line(order))
+        # What has ended already will be told when it is waited for.
+        with suppress(trio.BrokenResourceError):
+            await child.channel.send_all(_order_line(fspath(model), config, name))
         await child.wait_ready(on_load)
         async with open_plain_nursery() as nursery:
             nursery.start_soon(child.watch)
-            engine = RemoteEngine(child, None, await stats_of(child))
-            relay = EventRelay(engine.events, broadcast)
+            engine = _IsolatedEngine(child, await stats_of(child), own_broadcast)
+            relay = EventRelay(engine.sent_events, own_broadcast)
             nursery.start_soon(relay.run)
-            if broadcast.has_readers:
-                await relay.attach()
-            reporter.loaded(trio.current_time() - began)
             try:
+                if own_broadcast.has_readers:
+                    await relay.attach()
+                reporter.loaded(trio.current_time() - began)
                 # On a lane of its own, over there, but on the same cores.
                 with counted(Lane(), engine.config):
                     yield engine
             finally:
                 engine.close()
+                with shielded():
+                    await child.end()
+                    with trio.move_on_after(GRACE_S):
+                        await relay.drain()
                 relay.end(child.error or EngineClosed())
                 reporter.stopped(None if child.error is None else str(child.error))
+                own_broadcast.close()
 
 
 @asynccontextmanager
@@ -120,10 +135,41 @@ async def _started(fd: int) -> trio.Process:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         pass_fds=[fd],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        env={**os.environ, "PYTHONPATH": _import_path()},
         # Ctrl-C is for the program, which ends its engines itself.
         start_new_session=True,
     )
+
+
+def _import_path() -> str:
+    """Where this program imports from, for a process that is started elsewhere."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed: nothing is imported from there either
+        return os.pathsep.join(filter(os.path.isabs, sys.path))
+    return os.pathsep.join(os.path.join(here, path) for path in sys.path)
+
+
+def _order_line(model: str, config: EngineConfig, name: str) -> bytes:
+    """Paths may hold what is no text, which `json` writes in a way that it reads again."""
+    order = {"model": model, "config": unstructure(config), "name": name}
+    return json.dumps(order).encode() + b"\n"
+
+
+class _IsolatedEngine(RemoteEngine):
+    """An engine in a process of its own, whose events come by a broadcast of this one."""
+
+    def __init__(self, child: _Child, daemon: DaemonStats, broadcast: Broadcast) -> None:
+        super().__init__(child, None, daemon)
+        self._broadcast = broadcast
+
+    def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
+        """As `Engine.events`."""
+        return self._broadcast.subscribe(max_events)
+
+    def sent_events(self) -> AbstractAsyncContextManager[RemoteEvents]:
+        """What the other process tells, for the broadcast."""
+        return self._events(RELAYED_EVENTS)
 
 
 class _Child:
@@ -136,16 +182,17 @@ class _Child:
         self._process = process
         self._reports = RemoteReply(channel, self._explain_end)
         self._is_ready = False
+        self._is_told_to_end = False
         self._handover = Handover(channel)
         self._log = bytearray()
         self._log_ended = trio.Event()
 
     async def connect(self) -> trio.SocketStream:
-        """A connection to the engine.  Raises `Disconnected`."""
+        """A connection to the engine.  Raises what `explain` says if there is none."""
         try:
             return await self._handover.connect()
         except trio.BrokenResourceError:
-            raise Disconnected from None
+            raise await self.explain() from None
 
     async def wait_ready(self, on_load: Callable[[float], object] | None) -> None:
         """Wait until the engine is open.  Raises what kept it from that."""
@@ -182,6 +229,8 @@ class _Child:
         status = await self._process.wait()
         with trio.move_on_after(GRACE_S):
             await self._log_ended.wait()
+        if self._is_told_to_end:
+            return EngineClosed()
         lines = self._log.decode(errors="replace").splitlines()
         return EngineCrashed(status, tuple(lines[-MAX_LOG_LINES:]))
 
@@ -196,6 +245,7 @@ class _Child:
 
     async def end(self) -> None:
         """End the process: it is told to, and killed if it does not, or has nothing to lose."""
+        self._is_told_to_end = self._is_told_to_end or not self.has_gone
         with trio.move_on_after(GRACE_S if self._is_ready else 0.0):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self.channel.send_eof()

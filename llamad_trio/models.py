@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar, overload
@@ -18,6 +18,7 @@ from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import EngineClosed, ProtocolError
+from llamad_trio.core.fields import optional, text
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.core.restarts import RestartPolicy
@@ -70,20 +71,41 @@ async def open_models(
     engines.  Exceptions of the body come out as themselves.
 
     Raises:
-        ProtocolError: `default` is none of the models.
+        ProtocolError: an argument of the wrong type, a negative budget, or `default` is none
+            of the models.
         RestartsExhausted: a model failed more often than its policy allows; ends the block.
     """
+    specs = _checked(specs)
+    default = optional(text("default"))(default)
     if default is not None and default not in specs:
         raise ProtocolError(f"the default model {default!r} is none of {', '.join(specs)}")
+    if not isinstance(restart, RestartPolicy | None):
+        raise ProtocolError(f"restart must be a RestartPolicy, not {type(restart).__name__}")
     budget = Budget(memory_budget_bytes)
-    async with open_plain_nursery() as nursery:
-        models = Models(nursery, default, restart or RestartPolicy(), budget, opener)
-        models.start(specs)
-        await trio.lowlevel.checkpoint()
-        try:
-            yield models
-        finally:
-            models.close()
+    with closing(Broadcast()) as broadcast:
+        async with open_plain_nursery() as nursery:
+            policy = restart or RestartPolicy()
+            models = Models(nursery, default, policy, budget, opener, broadcast)
+            models.start(specs)
+            await trio.lowlevel.checkpoint()
+            try:
+                yield models
+            finally:
+                models.close()
+
+
+def _checked(specs: object) -> dict[str, EngineSpec]:
+    if not isinstance(specs, Mapping):
+        raise ProtocolError(f"models must be EngineSpecs by name, not {type(specs).__name__}")
+    for name, spec in specs.items():
+        _check(name, spec)
+    return dict(specs)
+
+
+def _check(name: object, spec: object) -> None:
+    text("the name of a model")(name)
+    if not isinstance(spec, EngineSpec):
+        raise ProtocolError(f"model {name!r} must be an EngineSpec, not {type(spec).__name__}")
 
 
 class Models(Mapping[str, "Model"]):
@@ -96,6 +118,7 @@ class Models(Mapping[str, "Model"]):
         policy: RestartPolicy,
         budget: Budget,
         opener: Opener,
+        broadcast: Broadcast,
     ) -> None:
         self._nursery = nursery
         self._default = default
@@ -103,7 +126,7 @@ class Models(Mapping[str, "Model"]):
         self._budget = budget
         self._opener = opener
         self._models: dict[str, Model] = {}
-        self._broadcast = Broadcast()
+        self._broadcast = broadcast
         self._changing = trio.Lock()
         self._is_closed = False
 
@@ -210,9 +233,10 @@ class Models(Mapping[str, "Model"]):
         A checkpoint.  Cancelled, or if it cannot be loaded, it is not there.
 
         Raises:
-            ProtocolError: there is one of that name.
+            ProtocolError: there is one of that name, or an argument has the wrong type.
             LlamadError: it could not be loaded.
         """
+        _check(name, spec)
         async with self._changing:
             if name in self._models:
                 raise ProtocolError(f"there is a model {name!r} already")
@@ -237,8 +261,10 @@ class Models(Mapping[str, "Model"]):
         everything stays as it was.
 
         Raises:
+            ProtocolError: one is no `EngineSpec`, or its name no text.
             LlamadError: one could not be loaded.
         """
+        specs = _checked(specs)
         async with self._changing:
             await self._change(specs)
 
@@ -278,9 +304,8 @@ class Models(Mapping[str, "Model"]):
         self._models = {name: self._supervised(name, spec) for name, spec in specs.items()}
 
     def close(self) -> None:
-        """Take no new models, and end the events: readers get what has happened so far."""
+        """Take no new models."""
         self._is_closed = True
-        self._broadcast.close()
 
     def _supervised(self, name: str, spec: EngineSpec) -> Model:
         broadcast = Broadcast(onward=self._broadcast)
@@ -300,6 +325,7 @@ class Models(Mapping[str, "Model"]):
         return model
 
     def _asked(self, name: str | None) -> Model:
+        name = optional(text("model"))(name)
         return self._models[pick_model(name, self._models, self._default)]
 
 

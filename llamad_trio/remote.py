@@ -7,17 +7,20 @@ is the cancel.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from os import PathLike, fspath
 from typing import Any, TypeVar, overload
 
 import attrs
 import msgspec
+import trio
+import trio.abc
 
 from llamad_trio.callers import Callers
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.errors import (
     Disconnected,
     EngineClosed,
@@ -249,14 +252,19 @@ class RemoteEngine:
         self._stats = self._known.stats
         return self._stats
 
-    @asynccontextmanager
-    async def events(self, max_events: int = 1024) -> AsyncIterator[RemoteEvents]:
+    def events(
+        self, max_events: int = 1024
+    ) -> AbstractAsyncContextManager[trio.abc.ReceiveChannel[EngineEvent]]:
         """As `Engine.events`; `max_events` wait at the daemon.
 
         Entering is a checkpoint.  The iteration ends when the engine has stopped, and raises
         `Disconnected` when the daemon went away.  Times are of this program's Trio clock;
-        `context` is known for requests of this object that began while somebody read its events.
+        `context` is known for the requests of this object.
         """
+        return self._events(max_events)
+
+    @asynccontextmanager
+    async def _events(self, max_events: int) -> AsyncIterator[RemoteEvents]:
         if max_events < 1:
             raise ValueError(f"max_events must be at least 1, not {max_events}")
         async with self._called(Events(max_events=max_events, model=self._name)) as reply:
@@ -307,8 +315,10 @@ class RemoteEngine:
     async def _called(self, call: Call) -> AsyncIterator[RemoteReply]:
         if self._is_closed:
             raise EngineClosed
-        call = attrs.evolve(call, id=self._callers.note())
         async with AsyncExitStack() as stack:
+            if isinstance(call, Generate | Score | Choose):  # what events tell of
+                call_id = stack.enter_context(self._callers.calling())
+                call = attrs.evolve(call, id=call_id)
             try:
                 reply = await stack.enter_async_context(called(self._peer, call))
             except SocketUnavailable:

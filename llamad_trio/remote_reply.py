@@ -154,6 +154,9 @@ class RemoteReply:
 
     def close(self) -> None:
         """Hang up."""
+        # A process that was forked off meanwhile may hold the socket, too.
+        with suppress(OSError):
+            self._stream.socket.shutdown(trio.socket.SHUT_RDWR)
         self._stream.socket.close()
 
 
@@ -229,6 +232,8 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
     def __init__(self, reply: RemoteReply, callers: Callers) -> None:
         self._reply = reply
         self._callers = callers
+        # Once, not for each event: their times would go back by what reading two clocks takes.
+        self._shift_s = trio.current_time() - time.monotonic()
         self._has_ended = False
         self._is_closed = False
 
@@ -252,9 +257,8 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
             line = await self._reply.next_line()
             self._has_ended = "done" in line
             if not self._has_ended:
-                shift_s = trio.current_time() - time.monotonic()
                 context_of = self._callers.context_of
-                event = understood(partial(engine_event_from, line, shift_s, context_of))
+                event = understood(partial(engine_event_from, line, self._shift_s, context_of))
         return event
 
     async def aclose(self) -> None:

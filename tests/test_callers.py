@@ -4,49 +4,57 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from llamad_trio.callers import MOST_CALLERS, Callers
+from llamad_trio.callers import MOST_ENDED, Callers
 
 who: ContextVar[int] = ContextVar("who")
 
 
-def noted(callers: Callers, number: int) -> str:
+def called(callers: Callers, number: int) -> str:
+    """Make a call that ends at once.  Returns its id."""
     who.set(number)
-    call_id = callers.note()
-    assert call_id is not None
-    return call_id
+    with callers.calling() as call_id:
+        return call_id
 
 
-def test_each_call_has_the_context_it_was_made_in() -> None:
+def asked_by(callers: Callers, call_id: object) -> int | None:
+    context = callers.context_of(call_id)
+    return None if context is None else context[who]
+
+
+def test_who_waits_is_known_whether_or_not_somebody_reads() -> None:
     callers = Callers()
-    with callers.remembered():
-        ids = [noted(callers, number) for number in range(3)]
-        contexts = [callers.context_of(call_id) for call_id in ids]
-    assert [context and context[who] for context in contexts] == [0, 1, 2]
+    who.set(1)
+    with callers.calling() as one:
+        who.set(2)
+        with callers.calling() as two:
+            with callers.remembered():
+                pass  # a reader comes and goes
+            assert (asked_by(callers, one), asked_by(callers, two)) == (1, 2)
+    assert (asked_by(callers, one), asked_by(callers, two)) == (None, None)
 
 
-def test_nothing_is_kept_while_nobody_reads() -> None:
+def test_who_has_asked_is_known_as_long_as_somebody_reads() -> None:
     callers = Callers()
-    assert callers.note() is None
     with callers.remembered():
         with callers.remembered():
-            call_id = noted(callers, 0)
-        assert callers.context_of(call_id) is not None
-    assert callers.context_of(call_id) is None
-    assert callers.note() is None
+            ids = [called(callers, number) for number in range(3)]
+        assert [asked_by(callers, call_id) for call_id in ids] == [0, 1, 2]
+    assert [asked_by(callers, call_id) for call_id in ids] == [None] * 3
 
 
-def test_of_many_calls_the_latest_are_kept() -> None:
+def test_of_many_that_have_asked_the_latest_are_known_and_all_that_wait() -> None:
     callers = Callers()
-    with callers.remembered():
-        ids = [noted(callers, number) for number in range(MOST_CALLERS + 3)]
-        known = [callers.context_of(call_id) is not None for call_id in ids]
-    assert known == [False] * 3 + [True] * MOST_CALLERS
+    with callers.remembered(), callers.calling() as first:
+        ids = [called(callers, number) for number in range(MOST_ENDED + 3)]
+        known = [asked_by(callers, call_id) is not None for call_id in ids]
+        assert callers.context_of(first) is not None
+    assert known == [False] * 3 + [True] * MOST_ENDED
 
 
 def test_calls_of_others_are_nobodys() -> None:
     ours, theirs = Callers(), Callers()
     with ours.remembered(), theirs.remembered():
-        noted(ours, 0)
-        assert ours.context_of(noted(theirs, 0)) is None
+        called(ours, 0)
+        assert ours.context_of(called(theirs, 0)) is None
         anything: tuple[object, ...] = (None, 0, [], {}, "x")
         assert all(ours.context_of(other) is None for other in anything)

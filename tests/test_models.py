@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -18,6 +18,7 @@ from llamad_trio import (
     RestartPolicy,
     RestartsExhausted,
     SessionFatal,
+    open_models,
 )
 from llamad_trio.testing import ScriptedModel, open_scripted_models
 
@@ -139,6 +140,19 @@ async def test_what_was_ready_before_is_tried_again_by_every_request(
         assert models.state("a") == "failed"
         loaded["a"] = ScriptedModel("hello again")
         assert await models.complete_text("x") == "hello again"
+
+
+async def test_a_load_that_fails_after_an_unload_is_not_counted(autojump_clock: MockClock) -> None:
+    loaded: dict[str, ScriptedModel | ModelLoadError] = {"a": ScriptedModel("hello")}
+    async with open_scripted_models(loaded, restart=RestartPolicy(max_restarts=0)) as models:
+        await models.wait_ready("a")
+        await models.unload("a")
+        loaded["a"] = ModelLoadError("a", "scripted")
+        for _ in range(3):
+            with pytest.raises(ModelLoadError):
+                await models.complete("x")
+        await trio.sleep(100)
+        assert models.state("a") == "failed"
 
 
 async def test_a_lazy_model_is_loaded_by_its_first_request(autojump_clock: MockClock) -> None:
@@ -327,6 +341,21 @@ async def test_a_restart_that_cannot_load_is_a_failure_too(autojump_clock: MockC
     assert ["crash" in f.error for f in caught.value.failures] == [True, False, False, False]
 
 
+async def test_requests_wait_through_a_restart_that_cannot_load(autojump_clock: MockClock) -> None:
+    model = ScriptedModel("hello")
+    loaded: dict[str, ScriptedModel | ModelLoadError] = {"a": model}
+    async with open_scripted_models(loaded, restart=STEADY) as models:
+        await models.wait_ready("a")
+        loaded["a"] = ModelLoadError("a.gguf", "gone")
+        await crash(models, "a", model)
+        began = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(models.complete, "x")
+            await trio.sleep(2.0)  # the first restart was after 1 s
+            loaded["a"] = ScriptedModel("hello again")
+        assert trio.current_time() - began == pytest.approx(1.0 + 2.0)
+
+
 async def test_a_request_that_waits_through_a_restart_can_leave(autojump_clock: MockClock) -> None:
     model = ScriptedModel("hello")
     async with open_scripted_models({"a": model}, restart=STEADY) as models:
@@ -421,9 +450,12 @@ async def test_leaving_the_block_ends_everything_and_a_body_error_comes_out_as_i
 @pytest.mark.parametrize(
     "make",
     [
+        lambda: EngineSpec(1),  # type: ignore[arg-type]
         lambda: EngineSpec("a", load="soon"),  # type: ignore[arg-type]
+        lambda: EngineSpec("a", load=["lazy"]),  # type: ignore[arg-type]
         lambda: EngineSpec("a", unload_after_s="5"),  # type: ignore[arg-type]
         lambda: EngineSpec("a", isolation="thread"),  # type: ignore[arg-type]
+        lambda: EngineSpec("a", isolation={}),  # type: ignore[arg-type]
         lambda: EngineSpec("a", n_slot=3),
         lambda: EngineSpec("a", n_slots="3"),
     ],
@@ -431,3 +463,50 @@ async def test_leaving_the_block_ends_everything_and_a_body_error_comes_out_as_i
 async def test_a_wrong_spec_is_refused(make: Callable[[], EngineSpec]) -> None:
     with pytest.raises(ProtocolError):
         make()
+
+
+SPEC = EngineSpec("a")
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "names"),
+    [
+        ("a", {}, "models .* str"),
+        ({"a": "path"}, {}, "model 'a' must be an EngineSpec, not str"),
+        ({"a": SPEC, 1: SPEC}, {}, "name of a model .* int"),
+        ({"a": SPEC}, {"default": ["a"]}, "default .* list"),
+        ({}, {"restart": 5}, "restart .* int"),
+        ({}, {"restart": 0}, "restart .* int"),
+        ({}, {"memory_budget_bytes": -1}, "memory_budget_bytes"),
+        ({}, {"memory_budget_bytes": 1.5}, "memory_budget_bytes"),
+    ],
+)
+async def test_wrong_arguments_are_refused_by_name(
+    specs: Any, options: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(ProtocolError, match=names):
+        async with open_models(specs, **options):
+            pytest.fail("it was opened")
+
+
+@pytest.mark.parametrize(("name", "spec"), [("b", "path"), (1, SPEC), (["b"], SPEC), (None, SPEC)])
+async def test_what_is_no_model_is_not_taken_in(
+    name: Any, spec: Any, autojump_clock: MockClock
+) -> None:
+    async with open_scripted_models({"a": "hello"}) as models:
+        with pytest.raises(ProtocolError, match="model"):
+            await models.add(name, spec)
+        if not isinstance(name, list):
+            with pytest.raises(ProtocolError, match="model"):
+                await models.change({"a": SPEC, name: spec})
+        assert list(models) == ["a"]
+        assert await models.complete_text("x") == "hello"
+
+
+async def test_a_model_is_asked_for_by_text(autojump_clock: MockClock) -> None:
+    wrong: Any = 1
+    async with open_scripted_models({"a": "hello"}) as models:
+        with pytest.raises(ProtocolError, match="model must be text, not int"):
+            await models.complete("x", model=wrong)
+        with pytest.raises(ProtocolError, match="model must be text, not int"):
+            models.state(wrong)

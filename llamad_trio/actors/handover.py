@@ -61,9 +61,13 @@ class HandedOver(trio.abc.Listener[trio.SocketStream]):
 
     Args:
         channel: the other end of the socket pair.
+
+    Attributes:
+        has_ended: set when no more will come.
     """
 
     def __init__(self, channel: trio.SocketStream) -> None:
+        self.has_ended = trio.Event()
         self._channel = channel
 
     async def accept(self) -> trio.SocketStream:
@@ -77,6 +81,7 @@ class HandedOver(trio.abc.Listener[trio.SocketStream]):
                 1, socket.CMSG_SPACE(_INT_BYTES)
             )
             if not data:
+                self.has_ended.set()
                 raise trio.EndOfChannel
             for level, kind, fds in rights:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

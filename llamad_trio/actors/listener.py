@@ -132,11 +132,17 @@ async def serve_listener(
     metrics: EngineMetrics | None = None,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """`serve_unix`, for connections that come by any way."""
-    async with open_hangup_watcher() as watcher:
+    """`serve_unix`, for connections that come by any way.
+
+    When the listener ends, it waits until the clients have gone.
+    """
+    async with open_hangup_watcher() as watcher, trio.open_nursery() as clients:
         server = _Server(engines, default, limits or Limits(), metrics, watcher)
         task_status.started(None)
-        await trio.serve_listeners(server.handle, [listener])
+        try:
+            await trio.serve_listeners(server.handle, [listener], handler_nursery=clients)
+        except* trio.EndOfChannel:
+            pass
 
 
 @attrs.define(eq=False)
@@ -432,9 +438,9 @@ class _Client:
     async def _watch(self, call: Events, head: Reply) -> None:
         async with self._server.engine(call.model).events(call.max_events) as events:
             await self._send(head | {"watching": True})
+            # Times are sent by the clock that all processes of a machine share.
+            shift_s = time.monotonic() - trio.current_time()
             async for event in events:
-                # Times are sent by the clock that all processes of a machine share.
-                shift_s = time.monotonic() - trio.current_time()
                 await self._send(head | engine_event_reply(event, shift_s))
         await self._send(head | {"done": True})
 

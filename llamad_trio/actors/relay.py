@@ -6,6 +6,7 @@ here it does not know.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -13,7 +14,7 @@ import trio
 import trio.abc
 
 from llamad_trio.actors.broadcast import Broadcast
-from llamad_trio.actors.nursery import ends_in_order
+from llamad_trio.actors.nursery import ends_in_order, shielded
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineStopped,
@@ -23,9 +24,9 @@ from llamad_trio.core.engine_events import (
     RequestFinished,
     RequestQueued,
 )
-from llamad_trio.core.errors import LlamadError
+from llamad_trio.core.errors import InferenceError, LlamadError
 
-__all__ = ["EventRelay"]
+__all__ = ["EventRelay", "OpenEvents"]
 
 OpenEvents = Callable[[], AbstractAsyncContextManager[trio.abc.ReceiveChannel[EngineEvent]]]
 
@@ -43,31 +44,47 @@ class EventRelay:
         self._broadcast = broadcast
         self._wanted = trio.Event()
         self._attached = trio.Event()
-        self._has_ended = False
+        self._error: LlamadError | None = None  # why it could not be attached
+        self._reads = False
+        self._ended = trio.Event()
+        self._scope = shielded()
         self._under_way: dict[int, RequestQueued] = {}
 
     async def attach(self) -> None:
-        """See `Source`."""
+        """See `Source`.
+
+        Raises:
+            InferenceError: the events cannot be asked for; the next reader may try again.
+        """
         self._wanted.set()
         await self._attached.wait()
+        if self._error is not None:
+            raise copy.copy(self._error)
 
     @ends_in_order
     async def run(self) -> None:
-        """Relay until cancelled, or until the engine is gone: why is not told here."""
+        """Relay until `end`, or until the engine is gone: why is not told here.
+
+        No cancel from outside ends it: an engine that ends has things to tell.
+        """
         try:
-            with self._broadcast.fed_by(self):
-                while not self._has_ended:
+            with self._scope, self._broadcast.fed_by(self):
+                while not self._ended.is_set():
                     await self._wanted.wait()
-                    async with self._open_events() as events:
-                        self._attached.set()
-                        await self._relay(events)
-        except LlamadError:
-            return
+                    await self._relay_while_wanted()
         finally:
+            self._ended.set()
             self._attached.set()
 
+    async def drain(self) -> None:
+        """Wait until all is told that is on its way from an engine that ends.  A checkpoint."""
+        await trio.lowlevel.checkpoint()
+        if self._reads:
+            await self._ended.wait()
+
     def end(self, error: LlamadError) -> None:
-        """Tell how the requests ended that the engine told no end of."""
+        """Relay no more; tell how the requests ended that the engine told no end of."""
+        self._scope.cancel()
         now = trio.current_time()
         for queued in self._under_way.values():
             self._broadcast.publish(
@@ -83,6 +100,20 @@ class EventRelay:
             )
         self._under_way.clear()
 
+    async def _relay_while_wanted(self) -> None:
+        try:
+            async with self._open_events() as events:
+                self._reads, self._error = True, None
+                self._attached.set()
+                await self._relay(events)
+        except LlamadError as error:
+            if self._reads or not isinstance(error, InferenceError):
+                self._ended.set()
+            else:
+                self._error = error
+                self._attached.set()
+                self._wait_again()
+
     async def _relay(self, events: trio.abc.ReceiveChannel[EngineEvent]) -> None:
         async for event in events:
             if isinstance(event, EngineStopped):
@@ -90,10 +121,15 @@ class EventRelay:
             self._follow(event)
             self._broadcast.publish(event)
             if not self._broadcast.has_readers:
-                self._wanted, self._attached = trio.Event(), trio.Event()
-                self._under_way.clear()
+                self._wait_again()
                 return
-        self._has_ended = True
+        self._ended.set()
+
+    def _wait_again(self) -> None:
+        """For the next reader: before any checkpoint, or that one would be taken for attached."""
+        self._reads = False
+        self._wanted, self._attached = trio.Event(), trio.Event()
+        self._under_way.clear()
 
     def _follow(self, event: EngineEvent) -> None:
         match event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike, fspath
+from os import PathLike, fsdecode
 from typing import Any, Literal
 
 import attrs
@@ -53,12 +53,14 @@ class EngineSpec:
         isolation: Isolation | None = None,
         **overrides: Any,
     ) -> None:
-        if load not in {"eager", "lazy"}:
+        if not isinstance(model, str | PathLike):
+            raise ProtocolError(f"model must be a path or a name, not {type(model).__name__}")
+        if load not in ("eager", "lazy"):
             raise ProtocolError(f'load must be "eager" or "lazy", not {load!r}')
-        if isolation not in {None, "process"}:
+        if isolation not in (None, "process"):
             raise ProtocolError(f'isolation must be "process" or None, not {isolation!r}')
         if unload_after_s is not None:
             unload_after_s = number("unload_after_s", YEAR_S, 0.0, YEAR_S)(unload_after_s)
         whole = EngineConfig.merged(config, overrides)
         init = self.__attrs_init__  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
-        init(fspath(model), whole, load, unload_after_s, isolation)
+        init(fsdecode(model), whole, load, unload_after_s, isolation)

@@ -9,10 +9,10 @@ import pytest
 import trio
 import trio.testing
 
-from llamad_trio import Disconnected, EngineClosed
+from llamad_trio import Disconnected, EngineClosed, InferenceError, LlamadError
 from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.actors.nursery import open_plain_nursery
-from llamad_trio.actors.relay import EventRelay
+from llamad_trio.actors.relay import EventRelay, OpenEvents
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
@@ -21,6 +21,7 @@ from llamad_trio.core.engine_events import (
     RequestFailed,
     RequestQueued,
 )
+from tests.engine.support import must_not_run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,12 +38,17 @@ def first_token(n: int) -> FirstToken:
 
 
 @asynccontextmanager
-async def relayed(elsewhere: Broadcast, here: Broadcast) -> AsyncIterator[EventRelay]:
-    relay = EventRelay(elsewhere.subscribe, here)
+async def relayed(
+    elsewhere: Broadcast, here: Broadcast, open_events: OpenEvents | None = None
+) -> AsyncIterator[EventRelay]:
+    relay = EventRelay(open_events or elsewhere.subscribe, here)
     async with open_plain_nursery() as nursery:
         nursery.start_soon(relay.run)
         await trio.testing.wait_all_tasks_blocked()
-        yield relay
+        try:
+            yield relay
+        finally:
+            relay.end(EngineClosed())
 
 
 async def test_nothing_is_asked_for_before_there_is_a_reader() -> None:
@@ -107,8 +113,7 @@ async def test_those_without_an_end_are_told_why() -> None:
                 RequestCancelled(time=3.0, engine="e", request_id=1, kind="chat", duration_s=2.0)
             )
             await trio.testing.wait_all_tasks_blocked()
-            relay.end(EngineClosed())
-            relay.end(EngineClosed())
+            relay.end(EngineClosed())  # and a second time, when the block ends
         here.close()
         seen = [event async for event in reader]
     *_, failed = seen
@@ -131,6 +136,48 @@ async def test_no_end_is_made_up_for_what_may_have_been_lost() -> None:
         assert [type(event) async for event in reader] == [RequestQueued, Lagged]
 
 
+async def test_what_is_on_its_way_is_told_though_all_is_cancelled() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    async with here.subscribe() as reader:
+        with trio.CancelScope() as scope:
+            async with relayed(elsewhere, here) as relay:
+                await relay.attach()
+                scope.cancel()
+                try:
+                    await trio.lowlevel.checkpoint()
+                finally:
+                    elsewhere.publish(queued(1))
+                    elsewhere.publish(EngineStopped(time=2.0, engine="e", reason=None))
+                    with trio.CancelScope(shield=True):
+                        await relay.drain()
+        assert await reader.receive() == queued(1)
+
+
+async def test_nothing_is_on_its_way_that_nobody_asked_for() -> None:
+    async with relayed(Broadcast(), Broadcast()) as relay:
+        await relay.drain()
+
+
+async def test_a_reader_that_cannot_be_attached_is_told_and_the_next_one_is_attached() -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    troubles: list[LlamadError] = [InferenceError("no descriptors")]
+
+    @asynccontextmanager
+    async def open_events() -> AsyncIterator[trio.abc.ReceiveChannel[EngineEvent]]:
+        if troubles:
+            raise troubles.pop()
+        async with elsewhere.subscribe() as events:
+            yield events
+
+    async with relayed(elsewhere, here, open_events):
+        with pytest.raises(InferenceError, match="no descriptors"):
+            async with here.subscribe():
+                must_not_run("attached")
+        async with here.subscribe() as reader:
+            elsewhere.publish(queued(1))
+            assert await reader.receive() == queued(1)
+
+
 @pytest.mark.parametrize("is_orderly", [True, False])
 async def test_nobody_waits_for_an_engine_that_is_gone(is_orderly: bool) -> None:
     @asynccontextmanager
@@ -143,9 +190,7 @@ async def test_nobody_waits_for_an_engine_that_is_gone(is_orderly: bool) -> None
             yield events
 
     here = Broadcast()
-    async with open_plain_nursery() as nursery:
-        nursery.start_soon(EventRelay(gone, here).run)
-        await trio.testing.wait_all_tasks_blocked()
+    async with relayed(Broadcast(), here, gone):
         for _ in range(2):
             async with here.subscribe() as reader:
                 here.publish(queued(1))

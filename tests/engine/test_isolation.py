@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -24,7 +23,6 @@ from llamad_trio import (
     EngineSpec,
     InferenceError,
     Lane,
-    LlamadError,
     ModelLoadError,
     PromptTooLong,
     ProtocolError,
@@ -60,7 +58,7 @@ HANG_S = 30
 LIVING = """
 import ctypes, os, sys, threading, time
 import trio
-from llamad_trio import isolated
+from llamad_trio import isolated, isolated_engine
 
 def die():
     {die}
@@ -83,10 +81,10 @@ async def dying(engine, request):
                 return await events.receive()
         yield Events()
 
-serve = isolated.serve_listener
+serve = isolated_engine.serve_listener
 async def serve_dying(engines, listener, **options):
     await serve({{name: Dies(e) for name, e in engines.items()}}, listener, **options)
-isolated.serve_listener = serve_dying
+isolated_engine.serve_listener = serve_dying
 isolated.main()
 """
 """The process of an isolated engine that dies in the middle of a stream."""
@@ -280,6 +278,83 @@ async def test_garbage_is_a_typed_error(
             must_not_run("opened")
 
 
+@pytest.mark.parametrize("is_supervised", [False, True])
+async def test_a_process_that_is_gone_before_it_is_told_anything_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supervised: bool
+) -> None:
+    started = isolation_module._started
+
+    async def started_and_gone(fd: int) -> trio.Process:
+        process = await started(fd)
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(isolation_module, "COMMAND", ("false",))
+    monkeypatch.setattr(isolation_module, "_started", started_and_gone)
+    with pytest.raises(EngineCrashed):
+        if is_supervised:
+            async with open_models({"a": EngineSpec(tmp_path, isolation="process")}) as models:
+                await models.wait_ready("a")
+        else:
+            async with open_engine(tmp_path, isolation="process"):
+                must_not_run("opened")
+
+
+async def test_a_request_to_a_process_that_has_just_ended_says_so(tiny_path: Path) -> None:
+    before = set(children())
+    with pytest.raises(EngineCrashed):
+        async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+            pid = await isolated_child(before)
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  (Trio is not to know)
+            with pytest.raises(EngineCrashed):
+                await engine.complete("x")
+            await trio.sleep_forever()
+
+
+async def test_a_request_ends_though_another_process_holds_its_connection(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = isolation_module._Child.connect
+    held: list[int] = []
+
+    async def connect_and_hold(child: isolation_module._Child) -> trio.SocketStream:
+        stream = await connect(child)
+        held.append(os.dup(stream.socket.fileno()))  # as a process that was forked off does
+        return stream
+
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_slots=1) as engine:
+        monkeypatch.setattr(isolation_module._Child, "connect", connect_and_hold)
+        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+        assert (await engine.complete("y", max_tokens=2)).generated_tokens == 2
+        for fd in held:
+            os.close(fd)
+
+
+async def test_a_process_that_hangs_when_it_is_unloaded_has_not_crashed(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
+    before = set(children())
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    async with (
+        open_models(specs) as models,
+        trio.open_nursery() as nursery,
+        models.stream("x", max_tokens=ENDLESS) as pieces,
+    ):
+        await pieces.receive()
+        os.kill(await isolated_child(before), signal.SIGSTOP)
+        nursery.start_soon(models.unload, "a")
+        with pytest.raises(EngineClosed):
+            await pieces.result()
+
+
+async def test_it_looks_after_its_parent_before_it_imports_much() -> None:
+    program = "import sys, llamad_trio.isolated; assert not {'trio', 'numpy'} & sys.modules.keys()"
+    await trio.run_process([sys.executable, "-c", program], cwd=ROOT)
+
+
 async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> None:
     program = textwrap.dedent(
         f"""
@@ -347,6 +422,25 @@ async def test_it_imports_what_this_process_imports(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
     monkeypatch.chdir(tmp_path)
+    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_names_that_are_no_text_are_found(tiny_path: Path, tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf")
+    os.link(tiny_path, path)
+    async with open_engine(path, ONE_THREAD, isolation="process") as engine:
+        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
+
+
+async def test_the_working_directory_may_be_gone(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.syspath_prepend("")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
     async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
         assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
 
@@ -473,6 +567,63 @@ async def test_its_events_are_those_of_an_engine_of_this_process(
     assert watcher.all(EngineStopped)[0].reason is None
 
 
+@pytest.mark.parametrize("how", ["unload", "remove", "leave"])
+async def test_a_request_that_is_complete_is_told_so_however_soon_its_engine_ends(
+    tiny_path: Path, how: str
+) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await models.wait_ready("a")
+        await nursery.start(watcher.run, models)
+        await models.complete("x", max_tokens=2)
+        if how == "unload":
+            await models.unload("a")
+        elif how == "remove":
+            await models.remove("a")
+    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
+    assert told == [
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped")
+    ]
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
+    tiny_path: Path, isolation: Literal["process"] | None
+) -> None:
+    watcher = Watcher()
+    async with (
+        trio.open_nursery() as nursery,
+        open_engine(tiny_path, ONE_THREAD, isolation=isolation) as engine,
+    ):
+        await nursery.start(watcher.run, engine)
+        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
+    assert told == [
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestCancelled", "EngineStopped")
+    ]
+
+
+async def test_a_crash_is_the_end_of_the_events_of_an_engine_that_was_opened_alone(
+    tiny_path: Path,
+) -> None:
+    watcher = Watcher()
+    before = set(children())
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(EngineCrashed):
+            async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+                await nursery.start(watcher.run, engine)
+                async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+                    await pieces.receive()
+                    await until(lambda: bool(watcher.all(FirstToken)))
+                    os.kill(await isolated_child(before), signal.SIGKILL)
+                    await pieces.result()
+    (failed,) = watcher.all(RequestFailed)
+    assert isinstance(failed.error, EngineCrashed)
+    assert isinstance(watcher.events[-1], EngineStopped)
+
+
 who: ContextVar[str] = ContextVar("who")
 
 
@@ -539,7 +690,7 @@ async def test_a_crash_ends_the_requests_that_its_events_told_of(tiny_path: Path
 
 SCRIPTED = """
 from contextlib import asynccontextmanager
-from llamad_trio import isolated
+from llamad_trio import isolated, isolated_engine
 from llamad_trio.testing import open_scripted_engine
 
 @asynccontextmanager
@@ -547,7 +698,7 @@ async def opener(model, config, name, on_load=None):
     async with open_scripted_engine("hello") as engine:
         yield engine
 
-isolated.open_named_engine = opener
+isolated_engine.open_named_engine = opener
 isolated.main()
 """
 """The process of an isolated engine whose model is scripted: there at once."""
@@ -567,8 +718,5 @@ async def test_restarts_leak_nothing(
             assert await models.complete_text("x") == "hello"
             fds.append(n_fds())
             os.kill(await isolated_child(before), signal.SIGKILL)
-            with contextlib.suppress(LlamadError):
-                while True:
-                    await models.complete("x")
-                    await trio.sleep(0.01)
+            await until(lambda: models.state("a") != "ready")
     assert max(fds[2:]) <= max(fds[:2])
