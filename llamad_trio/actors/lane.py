@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +24,7 @@ from trio.lowlevel import RunVar
 
 from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
 from llamad_trio.core.config import MAX_THREADS
+from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, whole_number
 from llamad_trio.core.runtime import LaneLike
 
@@ -83,7 +85,8 @@ class Lane:
     """One OS thread that computes, one job at a time.
 
     Engines on the same lane take turns: a step each, or as many as their `weight` says, and
-    each step may use all the lane's threads.  A lane belongs to one Trio run.
+    each step may use all the lane's threads.  A lane belongs to one Trio run at a time: an
+    engine that another run opens on it meanwhile is refused with `ProtocolError`.
 
     Args:
         threads: with how many threads llama.cpp computes for the engines on it, unless
@@ -99,11 +102,14 @@ class Lane:
         # Taken from the queue, but not yet begun.  Only the thread looks at it.
         self._waiting: deque[_Job[Any]] = deque()
         self._idle_bells: list[_Bell] = []
-        self._n_hosts = 0
         # Not a place in Trio's default limiter: a lane would hold it for good.
         self._limiter = trio.CapacityLimiter(1)
         self._hosting = trio.Lock()
         self._host: object = None
+        self._owner: trio.lowlevel.TrioToken | None = None
+        self._n_hosts = 0
+        # Two runs may come for it at once, each on a thread of its own.
+        self._owning = threading.Lock()
 
     @asynccontextmanager
     async def hosted(self) -> AsyncIterator[None]:
@@ -112,19 +118,39 @@ class Lane:
         Every block has a task that is ready to host the thread; one does.  When that
         block ends, the thread ends after the job it is in, and the task of another
         block starts the next: no job is lost.  Leaving the block waits for that.
+
+        Raises:
+            ProtocolError: another Trio run is in such a block.
         """
         me = object()
-        self._n_hosts += 1
-        async with open_plain_nursery() as nursery:
-            nursery.start_soon(self._be_host, me)
-            try:
-                yield
-            finally:
-                if self._host is me:
-                    self._jobs.put(None)
+        with self._owned():
+            async with open_plain_nursery() as nursery:
+                nursery.start_soon(self._be_host, me)
+                try:
+                    yield
+                finally:
+                    if self._host is me:
+                        self._jobs.put(None)
+
+    @contextmanager
+    @ends_in_order  # or it would belong to a run that Ctrl-C has ended
+    def _owned(self) -> Iterator[None]:
+        """Have the lane belong to this Trio run inside the block."""
+        run = trio.lowlevel.current_trio_token()
+        with self._owning:
+            if self._owner not in (None, run):
+                raise ProtocolError("the lane is in use: it belongs to one Trio run at a time")
+            self._owner = run
+            self._n_hosts += 1
+        try:
+            yield
+        finally:
+            with self._owning:
                 self._n_hosts -= 1
-                while not self._n_hosts and self._idle_bells:
-                    self._idle_bells.pop().close()
+                if not self._n_hosts:
+                    while self._idle_bells:
+                        self._idle_bells.pop().close()
+                    self._owner = None
 
     async def run(
         self,

@@ -93,6 +93,29 @@ async def test_no_job_is_lost_when_the_host_changes_in_a_turn() -> None:
     assert sorted(done) == ["a"] * 50 + ["b"] * 50
 
 
+async def test_a_lane_belongs_to_one_run_at_a_time_and_then_to_another() -> None:
+    lane = Lane()
+
+    async def use_it() -> str:
+        async with lane.hosted():
+            return await lane.run(lambda: "done", abort=lambda: None)
+
+    async def fail_in_it() -> None:
+        async with lane.hosted():
+            raise KeyError("mine")
+
+    async with lane.hosted():
+        async with lane.hosted():
+            pass
+        with pytest.raises(ProtocolError, match="one Trio run at a time"):
+            await trio.to_thread.run_sync(trio.run, use_it)
+        assert await lane.run(lambda: "mine", abort=lambda: None) == "mine"
+    with pytest.raises(KeyError):
+        await trio.to_thread.run_sync(trio.run, fail_in_it)
+    assert await trio.to_thread.run_sync(trio.run, use_it) == "done"
+    assert await use_it() == "done"
+
+
 async def test_more_threads_than_cores_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     one, other = Lane(), Lane()
     with caplog.at_level(logging.WARNING, "llamad_trio"):
