@@ -93,6 +93,7 @@ async def run_bench(
 
     Raises:
         ModelLoadError: as `open_engine` does.
+        InferenceError: the plain loop could not compute a batch.
     """
     most = max(concurrency)
     fields: dict[str, object] = {
@@ -117,7 +118,7 @@ async def run_bench(
 
                     async def plain(n: int = n) -> _Speed:
                         job = partial(raw.run, prompts[:n], n_tokens)
-                        speed = await lane.run(job, abort=lambda: None)
+                        speed = await lane.run(job, abort=raw.request_abort)
                         return _Speed(speed.prefill_s, speed.n_decoded / speed.decode_s)
 
                     ours = partial(_measure, eng, prompts[:n], n_tokens)

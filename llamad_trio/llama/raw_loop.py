@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import attrs
 
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.errors import InferenceError
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.runtime import LlamaRuntime
 
@@ -39,11 +40,15 @@ class RawLoop:
         self._n_batch = config.n_batch
         self._model = runtime.model
         self._context = Context(runtime.model, config, config.n_slots)
+        self._aborted = False
 
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
         """Prefill each prompt, then decode all of them together for `n_tokens` steps.
 
         Blocks.  Only on the thread that computes for the model.
+
+        Raises:
+            InferenceError: llama.cpp could not compute a batch, or was told to abort.
         """
         context, batch = self._context, self._context.batch
         context.clear()
@@ -54,12 +59,21 @@ class RawLoop:
             batch.clear()
             for seq, token in enumerate(newest):
                 batch.add([token], pos=len(prompts[seq]) + step, seq=seq, n_outputs=1)
-            batch.decode(context.pointer)
+            self._decode()
             newest = [int(row.argmax()) for row in context.logits(len(prompts))]
             for token in newest:
                 self._model.piece(token)
         end = time.perf_counter()
         return RawSpeed(prefilled - start, end - prefilled, n_tokens * len(prompts))
+
+    def request_abort(self) -> None:
+        """End `run` at the next graph node, and all later ones at once.  From any thread.
+
+        For good: a `run` that took it back as it began would lose the abort that came just
+        before.
+        """
+        self._aborted = True
+        self._context.request_abort()
 
     def close(self) -> None:
         """Free the context."""
@@ -71,5 +85,12 @@ class RawLoop:
             chunk = prompt[pos : pos + self._n_batch]
             batch.clear()
             batch.add(chunk, pos=pos, seq=seq, n_outputs=int(pos + len(chunk) == len(prompt)))
-            batch.decode(context.pointer)
+            self._decode()
         return int(context.logits(1)[0].argmax())
+
+    def _decode(self) -> None:
+        if self._aborted:  # a GPU looks at no flag
+            raise InferenceError("aborted")
+        code = self._context.batch.decode(self._context.pointer)
+        if code != 0:
+            raise InferenceError(f"llama_decode returned {code}")

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import attrs
 import trio
@@ -39,7 +40,8 @@ class _Side:
         await seconds_of([(self.engine, 1)], n_tokens)
 
     async def loop(self, n_tokens: int) -> None:
-        await self.lane.run(lambda: self.raw.run([[1] * 8], n_tokens), abort=lambda: None)
+        job = partial(self.raw.run, [[1] * 8], n_tokens)
+        await self.lane.run(job, abort=self.raw.request_abort)
 
 
 async def own_lanes(model: str) -> dict[str, float]:

@@ -7,11 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from llamad_trio.__main__ import main
+from llamad_trio.core.errors import InferenceError
+from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
 from tests.models import TinyModels
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(
@@ -87,6 +94,52 @@ def test_ctrl_c_stops_at_once_with_130(tiny_model: TinyModels) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.strip() == b""
+
+
+def test_ctrl_c_stops_a_plain_loop_of_bench(
+    tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole_run = RawLoop.run
+    endings: list[str] = []
+
+    def interrupted(self: RawLoop, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            speed = whole_run(self, prompts, n_tokens)
+        except InferenceError:
+            endings.append("aborted")
+            raise
+        endings.append("went on to its end")
+        return speed
+
+    monkeypatch.setattr(RawLoop, "run", interrupted)
+    command = ("bench", str(tiny_model("attention")), "-c", "8", "--tokens", "512")
+    monkeypatch.setattr(sys, "argv", ["llamad-trio", *command])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+    assert endings == ["aborted"]
+    assert capsys.readouterr().err.strip() == "measuring 8 at once"
+
+
+@pytest.mark.parametrize("start", ["module", "script"])
+def test_ctrl_c_during_the_imports_is_130_too(start: str) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["llamad-trio"].partition(":")
+    code = {
+        "module": "import runpy; runpy.run_module('llamad_trio', run_name='__main__')",
+        "script": f"from {module} import {function}; {function}()",
+    }
+    interrupt = (
+        "import signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(name, path, target=None):\n"
+        "        if name == 'llamad_trio.cli.serve': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt)\n"
+    )
+    command = [sys.executable, "-c", interrupt + code[start]]
+    result = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (130, b"")
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny_model: TinyModels) -> None:
