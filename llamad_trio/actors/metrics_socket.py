@@ -15,6 +15,8 @@ __all__ = ["serve_metrics"]
 MAX_REQUEST_BYTES = 8 * 1024
 TIMEOUT_S = 10.0
 
+OK = "200 OK"
+
 
 async def serve_metrics(
     metrics: EngineMetrics,
@@ -22,7 +24,7 @@ async def serve_metrics(
     *,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Answer every HTTP request on a Unix socket with the metrics, until cancelled.
+    """Answer `GET /metrics`, or `GET /`, over HTTP on a Unix socket, until cancelled.
 
     Args:
         metrics: what to tell.
@@ -39,8 +41,9 @@ async def serve_metrics(
                 if not peer_is_trusted(stream.socket):
                     return
                 try:
-                    if await _is_whole(stream):
-                        await stream.send_all(_response(await metrics.scrape()))
+                    status = _status(await _head(stream))
+                    body = await metrics.scrape() if status == OK else b""
+                    await stream.send_all(_response(status, body))
                 except trio.BrokenResourceError:
                     return  # it has gone
 
@@ -49,17 +52,31 @@ async def serve_metrics(
         await trio.serve_listeners(answer, [listener])
 
 
-async def _is_whole(stream: trio.SocketStream) -> bool:
-    """Whether a request has come: what it asks for does not matter."""
-    request = b""
-    while b"\r\n\r\n" not in request and b"\n\n" not in request:
+async def _head(stream: trio.SocketStream) -> bytes:
+    """What comes up to an empty line; nothing if the client ends before it, or sends too much."""
+    head = b""
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
         data = await stream.receive_some(MAX_REQUEST_BYTES)
-        request += data
-        if not data or len(request) > MAX_REQUEST_BYTES:
-            return False
-    return True
+        head += data
+        if not data or len(head) > MAX_REQUEST_BYTES:
+            return b""
+    return head
 
 
-def _response(body: bytes) -> bytes:
-    head = f"HTTP/1.0 200 OK\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n"
+def _status(head: bytes) -> str:
+    """What a request gets: its first line says all that matters."""
+    match head.partition(b"\n")[0].split():
+        case [method, target, version] if version.startswith(b"HTTP/1."):
+            if target.partition(b"?")[0] not in (b"/", b"/metrics"):
+                return "404 Not Found"
+            return OK if method == b"GET" else "405 Method Not Allowed"
+        case _:
+            return "400 Bad Request"
+
+
+def _response(status: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
+        "Allow: GET\r\n\r\n"
+    )
     return head.encode() + body

@@ -37,6 +37,9 @@ PROVIDER = "llamad_trio"
 OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 """Those that the conventions have names for; the others keep ours."""
 
+ONLY_READ = ("score", "prefill")
+"""Kinds of requests that generate nothing, and so have no reason to finish."""
+
 # The buckets are those that the conventions ask for.
 REQUEST_S = tuple(0.01 * 2**n for n in range(14))
 # fmt: off
@@ -171,12 +174,14 @@ class EngineTelemetry:
 def _usage(event: End) -> dict[str, Value]:
     if not isinstance(event, RequestFinished):
         return {}
-    return {
+    usage: dict[str, Value] = {
         "gen_ai.usage.input_tokens": event.prompt_tokens,
         "gen_ai.usage.output_tokens": event.generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
-        "gen_ai.response.finish_reasons": (event.finish_reason,),
     }
+    if event.kind not in ONLY_READ:
+        usage["gen_ai.response.finish_reasons"] = (event.finish_reason,)
+    return usage
 
 
 def _error_type(event: RequestFailed | RequestCancelled) -> str:

@@ -61,7 +61,7 @@ class EngineMetrics:
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
         self._limiter = trio.CapacityLimiter(1)
-        self._registry = CollectorRegistry()
+        self._registry: CollectorRegistry = _Counted()
         self._ttft = self._histogram("time_to_first_token_seconds", "From submission.", SECONDS)
         self._queued = self._histogram("queue_seconds", "From submission to a slot.", SECONDS)
         self._duration = self._histogram(
@@ -147,6 +147,18 @@ def _text(stats: Stats, counted: CollectorRegistry) -> bytes:
     known = CollectorRegistry()
     known.register(_StatsCollector(stats))
     return generate_latest(known) + generate_latest(counted)
+
+
+class _Counted(CollectorRegistry):
+    """Leaves out the time at which each metric was made, which the client adds as a gauge.
+
+    It has a switch for that, but one for all of the process.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
 
 
 class _StatsCollector(Collector):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import stat
 from functools import partial
 from typing import TYPE_CHECKING
 
+import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -56,13 +58,45 @@ async def test_metrics_tell_what_was_done(sock: Path, tmp_path: Path) -> None:
     assert not second.exists()
 
 
-async def test_what_is_no_request_gets_no_answer_and_hurts_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET / HTTP/1.0", b"200 OK"),
+        (b"GET /metrics?name[]=llamad_slots HTTP/1.1", b"200 OK"),
+        (b"GET /favicon.ico HTTP/1.1", b"404 Not Found"),
+        (b"GET /metrics/ HTTP/1.1", b"404 Not Found"),
+        (b"POST /metrics HTTP/1.1", b"405 Method Not Allowed"),
+        (b"HEAD / HTTP/1.1", b"405 Method Not Allowed"),
+        (b"GET /metrics", b"400 Bad Request"),
+        (b"GET /metrics SPDY/3", b"400 Bad Request"),
+        (b"\x16\x03\x01\x00\xff", b"400 Bad Request"),
+        (b"", b"400 Bad Request"),
+        (b"x" * 8000, b"400 Bad Request"),
+    ],
+)
+async def test_metrics_are_at_one_place_and_can_only_be_got(
+    tmp_path: Path, request_line: bytes, status: bytes
+) -> None:
+    path = tmp_path / "metrics.sock"
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_metrics, EngineMetrics(dict), path)
+        answer = await http(path, request_line + b"\r\nHost: x\r\n\r\n")
+        head, body = answer.split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.0 " + status + b"\r\n")
+        assert (head.endswith(b"\r\nAllow: GET")) >= (status[:3] == b"405")
+        assert bool(body) == (status == b"200 OK")
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_is_no_request_hurts_nobody(tmp_path: Path) -> None:
     path = tmp_path / "metrics.sock"
     async with open_scripted_engine("hello") as engine, trio.open_nursery() as nursery:
         metrics = EngineMetrics(lambda: {"": engine.stats()})
         await nursery.start(serve_metrics, metrics, path)
-        assert await http(path, b"") == b""
-        assert await http(path, b"x" * 8000) == b""
+        for cut_off in (b"", b"x" * 8000, b"GET /metrics HTTP/1.1\r\nHost: x"):
+            assert (await http(path, cut_off)).startswith(b"HTTP/1.0 400 ")
+        with contextlib.suppress(trio.BrokenResourceError):  # it may hang up first
+            assert (await http(path, b"x" * 1_000_000)).startswith(b"HTTP/1.0 400 ")
         assert (await http(path, b"GET / HTTP/1.0\n\n")).startswith(b"HTTP/1.0 200")
         nursery.cancel_scope.cancel()
 

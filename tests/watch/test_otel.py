@@ -170,7 +170,7 @@ async def test_metrics_have_the_names_and_units_of_the_conventions(
     assert (output.sum, output.count) == (1, 1)
 
 
-async def test_what_only_scores_has_no_first_token(
+async def test_what_only_scores_has_no_first_token_and_no_reason_to_finish(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     recorded = Recorded()
@@ -180,6 +180,9 @@ async def test_what_only_scores_has_no_first_token(
     spans = recorded.spans()
     assert [span.name for span in spans] == ["prefill the model", "score the model"]
     assert [span.events for span in spans] == [(), ()]
+    for span in spans:
+        assert "gen_ai.usage.input_tokens" in attributes(span)
+        assert "gen_ai.response.finish_reasons" not in attributes(span)
     assert "gen_ai.server.time_to_first_token" not in recorded.points()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +13,7 @@ import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from llamad_trio import InferenceError
-from llamad_trio.core.engine_events import EngineFailed, EngineRestarted, Lagged
+from llamad_trio.core.engine_events import EngineFailed, EngineRestarted, Lagged, RequestFailed
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.watch.prometheus import EngineMetrics
 
@@ -102,6 +104,34 @@ async def test_what_a_supervisor_tells_is_counted() -> None:
     assert of(samples, "engine_failures_total", error="InferenceError") == 1
     assert of(samples, "engine_restarts_total") == 1
     assert samples["llamad_events_lost_total", frozenset()] == 5
+
+
+async def test_every_metric_is_in_the_documents_and_every_one_there_is_told(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with trio.open_nursery() as nursery, open_scripted_engine("yes") as engine:
+        metrics = EngineMetrics(lambda: {"": engine.stats()})
+        await nursery.start(metrics.run, engine)
+        await engine.complete("x")
+    metrics.count(
+        RequestFailed(
+            time=1, engine="", request_id=1, kind="chat", duration_s=1, error=InferenceError("x")
+        )
+    )
+    metrics.count(EngineFailed(time=1, engine="", error=InferenceError("of a test")))
+    metrics.count(EngineRestarted(time=2, engine="", attempt=1, after_s=1))
+    told = {
+        re.sub(r"_(bucket|sum|count)$", "", sample.name)
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+    document = Path(__file__).parents[2] / "docs" / "watching.md"
+    table = [
+        line.split("|")[1]
+        for line in document.read_text().splitlines()
+        if line.startswith("| `llamad_")
+    ]
+    assert told == set(re.findall(r"`(llamad_\w+)`", "".join(table)))
 
 
 async def test_engines_are_told_apart_and_may_come_and_go(
