@@ -2,13 +2,15 @@
 
     python examples/batch_pipeline.py OUTPUT.jsonl [N_DOCUMENTS [MODEL]]
 
-Started again with the same output, it goes on where it was stopped.
+Started again with the same output, it goes on where it was stopped.  A document that cannot be
+done has its error in the output.  What goes wrong with the engine, or with the disk, ends it
+all: the documents it was at are done the next time.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TextIO
@@ -17,9 +19,25 @@ import attrs
 import trio
 from rich.progress import Progress
 
-from llamad_trio import Engine, LlamadError, open_engine
+from llamad_trio import (
+    ContextOverflow,
+    Engine,
+    IncompleteOutput,
+    InferenceError,
+    PromptTooLong,
+    ProtocolError,
+    open_engine,
+)
 
 N_SLOTS = 8
+
+OF_THE_DOCUMENT = (
+    PromptTooLong,
+    ContextOverflow,
+    ProtocolError,
+    IncompleteOutput,
+    InferenceError,
+)
 
 
 @attrs.frozen
@@ -36,9 +54,17 @@ def documents(n: int) -> Iterator[tuple[int, str]]:
 
 
 def already_done(output: Path) -> set[int]:
-    if not output.exists():
-        return set()
-    return {json.loads(line)["number"] for line in output.read_text().splitlines()}
+    """The numbers in the output.  Cuts off what a full disk or a power cut left of a line."""
+    numbers = set()
+    with output.open("a+b") as results:
+        results.seek(0)
+        n_whole_bytes = 0
+        for line in results:
+            if line.endswith(b"\n"):
+                numbers.add(json.loads(line)["number"])
+                n_whole_bytes += len(line)
+        results.truncate(n_whole_bytes)
+    return numbers
 
 
 async def worker(
@@ -52,7 +78,7 @@ async def worker(
         try:
             review = (await eng.complete(text, into=Review, max_tokens=32, temperature=0)).value
             result = {"number": number, "sentiment": review and review.sentiment}
-        except LlamadError as error:  # this document's trouble, nobody else's
+        except OF_THE_DOCUMENT as error:
             result = {"number": number, "error": str(error)}
         results.write(json.dumps(result) + "\n")
         results.flush()
@@ -75,6 +101,9 @@ async def main(output: Path, n_documents: int, model: str) -> None:
 
 
 if __name__ == "__main__":
-    defaults = ["reviews.jsonl", "1000", "smollm2-135m"]
-    path, count, name = sys.argv[1:] + defaults[len(sys.argv) - 1 :]
-    trio.run(main, Path(path), int(count), name)
+    parser = argparse.ArgumentParser(description="Say of each review whether it is good or bad.")
+    parser.add_argument("output", type=Path, help="where to append results, a line of JSON each")
+    parser.add_argument("n_documents", type=int, nargs="?", default=1000)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    given = parser.parse_args()
+    trio.run(main, given.output, given.n_documents, given.model)
