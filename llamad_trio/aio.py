@@ -2,9 +2,10 @@
 
     async with aio.open_engine("model.gguf") as eng:
         print((await eng.complete("Tell me a joke")).text)
-        async with asyncio.timeout(2), eng.stream("Count to a million") as pieces:
-            async for piece in pieces:
-                print(piece, end="", flush=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2), eng.stream("Count to a million") as pieces:
+                async for piece in pieces:
+                    print(piece, end="", flush=True)
 
 Decides how an asyncio task waits, and what its cancellation does.  What is computed, and how,
 is the engine's affair, which runs in a background thread: see `background_run`.
@@ -105,10 +106,13 @@ async def open_with(opener: Opener) -> AsyncIterator[AsyncEngine]:
 
     Exceptions of the body come out as themselves; a crash of the engine comes out of a block
     that has none.  Cancelled while it waits for the engine's end, it leaves that to itself.
+
+    Raises what entering it raises, and `RuntimeError` if no asyncio loop is running.
     """
+    _loop()
     run = BackgroundRun(opener)
-    run.start()
     try:
+        run.start()
         await _wait(run.opened, lambda: run.opened.is_here, run.end_soon)
         engine = AsyncEngine(run)  # kept here: it closes itself when nobody has it
         yield engine
@@ -324,12 +328,22 @@ async def _wait(
     answer: Answer[T], ready: Callable[[], bool], give_up: Callable[[], object]
 ) -> None:
     """Sleep until `ready`, which `answer` has news of; `give_up` if the loop is closed by then."""
-    loop = asyncio.get_running_loop()
+    loop = _loop()
     while not ready():
         woken = loop.create_future()
         answer.on_news(partial(_wake, loop, woken, give_up))
         if not ready():
             await woken
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError(
+            "no asyncio loop is running, and llamad_trio.aio is for asyncio; "
+            "a Trio program uses llamad_trio.open_engine"
+        ) from None
 
 
 def _wake(

@@ -13,20 +13,23 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401  (for the order of what runs at exit: see below)
 import copy
 import os
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from math import inf
-from typing import Generic, Protocol, TypeVar, TypeVarTuple, cast
+from math import inf, isnan, nan
+from types import TracebackType
+from typing import Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, cast
 
 import trio
 
 from llamad_trio.actors.nursery import holds_cancelled, open_plain_nursery, unlimited
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import EngineClosed, LlamadError
+from llamad_trio.core.errors import EngineClosed, LlamadError, ProtocolError
+from llamad_trio.core.fields import number
 from llamad_trio.engine_like import EngineLike
 from llamad_trio.info import ModelInfo
 
@@ -64,6 +67,7 @@ class Answer(Generic[T]):
         self.is_here = False
         self._value: T | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self._wakers: deque[Callable[[], object]] = deque()
 
     @property
@@ -72,9 +76,12 @@ class Answer(Generic[T]):
         return self._value if self.is_here else None
 
     def get(self) -> T:
-        """The value, or raise the error.  For when it is here."""
+        """The value, or raise the error.  For when it is here.
+
+        However often: what raised it before has left no trace in it.
+        """
         if self._error is not None:
-            raise self._error
+            raise _another(self._error).with_traceback(self._traceback)
         return cast("T", self._value)
 
     def on_news(self, wake: Callable[[], object]) -> None:
@@ -94,7 +101,12 @@ class Answer(Generic[T]):
         """There will be none."""
         if not self.is_here:
             self._error = error
+            self._traceback = error.__traceback__
             self._end()
+
+    def drop_wakers(self) -> None:
+        """Wake none of those who wait: in a forked child, where they are not."""
+        self._wakers.clear()
 
     def _end(self) -> None:
         self.is_here = True
@@ -111,7 +123,10 @@ class Call(Answer[T]):
     Args:
         run: where it is to be done.
         work: what is to be done there.
-        timeout_s: how long that may take, in seconds.
+        timeout_s: how long that may take, in seconds; none at all if it is negative.
+
+    Raises:
+        ProtocolError: the timeout is not a number.
     """
 
     def __init__(
@@ -121,11 +136,16 @@ class Call(Answer[T]):
         timeout_s: float | None = None,
     ) -> None:
         super().__init__()
-        self.is_submitted = False
+        self._is_submitted = False
         self._run = run
         self._work = work
-        self._timeout_s = timeout_s
+        self._timeout_s = inf if timeout_s is None else _seconds(timeout_s)
         self._scope = unlimited()
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether it has come to where it is answered."""
+        return self._is_submitted and not self._run.is_lost
 
     def cancel(self) -> None:
         """Stop the work, if it has not ended.  From any thread; does not wait for it."""
@@ -138,10 +158,10 @@ class Call(Answer[T]):
         A checkpoint.  Cancelled, it has no answer: whoever cancelled it knows why.
         """
         try:
-            with self._scope, trio.fail_after(inf if self._timeout_s is None else self._timeout_s):
+            with self._scope, trio.fail_after(self._timeout_s):
                 self.give(await self._work(engine))
         except trio.TooSlowError:
-            self.fail(TimeoutError(f"the request was not complete after {self._timeout_s} s"))
+            self.fail(TimeoutError(f"the request was not complete after {self._timeout_s:g} s"))
         except BaseException as error:  # the caller's
             if holds_cancelled(error):
                 raise
@@ -222,15 +242,19 @@ class BackgroundRun:
     Attributes:
         opened: the engine, or why it could not be opened.
         ended: when the run is over; with the error it died of.
+        is_ending: takes no calls any more.
+        is_lost: was left behind in the process that this one was forked from.
     """
 
     def __init__(self, opener: Opener) -> None:
         self.opened: Answer[EngineLike] = Answer()
         self.ended: Answer[None] = Answer()
         self.is_ending = False
+        self.is_lost = False
         self._opener = opener
         # Not a daemon: the interpreter would tear itself down around a computing llama.cpp.
         self._thread = threading.Thread(target=self._run, name="llamad_trio engine", daemon=False)
+        self._has_begun = False
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = unlimited()  # around all of it; cancelled only to stop the opening
         self._nursery: trio.Nursery | None = None
@@ -240,10 +264,9 @@ class BackgroundRun:
     # -- from any thread ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to open the engine."""
+        """Begin to open the engine.  If this raises, or Ctrl-C does, call `end_soon`."""
         _runs.add(self)
         if is_exiting():
-            _runs.discard(self)
             raise RuntimeError("an engine cannot be opened while the interpreter exits")
         self._thread.start()
 
@@ -256,9 +279,11 @@ class BackgroundRun:
         if threading.current_thread() is self._thread:
             raise RuntimeError("an engine was called from its own background thread")
         if not self.is_ending and self.soon(self._serve, cast("Call[object]", call)):
-            call.is_submitted = True
+            call._is_submitted = True
             return
-        if not self.is_ending:
+        if self.is_lost:
+            call.drop_wakers()
+        elif not self.is_ending:
             self.join()  # it is dying: only then is it known of what
         call.fail(self._why_closed())
 
@@ -275,19 +300,23 @@ class BackgroundRun:
         """Take no call any more, fail those under way, close the engine.  Waits for nothing."""
         self.is_ending = True
         self.soon(self._end)
+        if not self._has_begun:  # maybe it never will; if it does, it ends at once
+            _runs.discard(self)
+            self.ended.give(None)
 
     def join(self) -> None:
-        """Wait for the thread's end."""
-        self._thread.join()
+        """Wait for the thread's end, if it has begun."""
+        if self._has_begun:
+            self._thread.join()
 
     # -- in the background thread -------------------------------------------------------------
 
     def _run(self) -> None:
+        self._has_begun = True
         try:
             trio.run(self._main)
         except BaseException as error:  # goes to whoever opens, calls or closes
             self._crash = error
-        _runs.discard(self)
         self.opened.fail(self._crash or EngineClosed())  # unless it was
         for call in self._calls:
             call.fail(self._why_closed())
@@ -295,6 +324,7 @@ class BackgroundRun:
             self.ended.fail(self._crash)
         else:
             self.ended.give(None)
+        _runs.discard(self)  # last, or a child forked meanwhile would wait for all this
 
     async def _main(self) -> None:
         with self._scope:
@@ -346,11 +376,20 @@ class BackgroundRun:
 
     def forget(self) -> None:
         """In a forked child, which has no such thread."""
-        self.is_ending = True
+        self.is_ending = self.is_lost = True
         self._token = None
+        self.ended.drop_wakers()
+        self.ended.give(None)
 
 
-class EngineHandle:
+class _Handle:
+    """What ends something when nobody has it any more: a second one would do so, too."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled")
+
+
+class EngineHandle(_Handle):
     """What engines outside of their Trio run have in common.
 
     Args:
@@ -383,7 +422,7 @@ class EngineHandle:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
 
 
-class StreamHandle(Generic[PartT]):
+class StreamHandle(_Handle, Generic[PartT]):
     """What streams outside of the Trio run have in common.
 
     Args:
@@ -408,6 +447,23 @@ class StreamHandle(Generic[PartT]):
 def is_exiting() -> bool:
     """Whether the interpreter is on its way out."""
     return _is_exiting
+
+
+def _another(error: BaseException) -> BaseException:
+    """The same error once more: a copy, if it is known that this says the same."""
+    if not isinstance(error, LlamadError):
+        return error
+    twin = copy.copy(error)
+    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin
+
+
+def _seconds(timeout: object) -> float:
+    seconds = number("timeout", nan, 0.0, sys.float_info.max)(timeout)
+    if isnan(seconds):
+        raise ProtocolError("timeout must be a number, not NaN")
+    return seconds
 
 
 _runs: set[BackgroundRun] = set()

@@ -97,8 +97,8 @@ def open_with(opener: Opener) -> BlockingEngine:
     Raises what entering it raises.
     """
     run = BackgroundRun(opener)
-    run.start()
     try:
+        run.start()
         _wait(run.opened, lambda: run.opened.is_here)
         return BlockingEngine(run)
     except BaseException:
@@ -112,8 +112,8 @@ class BlockingEngine(EngineHandle):
 
     A context manager that closes itself.  Methods are as `Engine` describes them and raise
     what `Engine`'s do, except that they block the calling thread, and may be given a `timeout`
-    in seconds: then the request is cancelled and `TimeoutError` raised.  So it is by Ctrl-C or
-    whatever else a signal handler raises, and no other request with it.
+    in seconds: then the request is cancelled and `TimeoutError` raised, as it is for a negative
+    one.  Ctrl-C, or whatever else a signal handler raises, cancels it, too, and no other with it.
     """
 
     # -- requests ---------------------------------------------------------------------------

@@ -11,17 +11,20 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from llamad_trio import EngineStats
     from llamad_trio.background_run import Opener
 
 __all__ = [
     "PRELUDE",
+    "THREAD_STARTS",
     "dying_of_a_hang",
     "engine_threads",
     "is_idle",
@@ -64,6 +67,34 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def _interrupted(*, is_begun: bool) -> AbstractContextManager[object]:
+    wait = threading.Event.wait
+    is_first = True
+
+    def wait_for_the_thread(event: threading.Event, timeout: float | None = None) -> bool:
+        nonlocal is_first
+        if not is_first:
+            return wait(event, timeout)
+        is_first = False
+        if is_begun:
+            wait(event)
+        raise KeyboardInterrupt
+
+    return patch.object(threading.Event, "wait", wait_for_the_thread)
+
+
+def _no_more() -> AbstractContextManager[object]:
+    return patch.object(threading.Thread, "start", side_effect=RuntimeError("no more threads"))
+
+
+THREAD_STARTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "interrupted after the thread began": partial(_interrupted, is_begun=True),
+    "interrupted before": partial(_interrupted, is_begun=False),
+    "impossible": _no_more,
+}
+"""How the start of a thread can go wrong, inside a block."""
+
+
 @contextmanager
 def dying_of_a_hang() -> Iterator[None]:
     """End the process, with all stacks, if the block hangs: no exception would get through."""
@@ -75,7 +106,7 @@ def dying_of_a_hang() -> Iterator[None]:
 
 
 PRELUDE = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading, time, warnings
 from functools import partial
 from llamad_trio import EngineClosed, LlamadError, blocking
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
@@ -87,6 +118,20 @@ def scripted(decode_s=0.001, **config):
 def until(condition):
     while not condition():
         time.sleep(0.001)
+
+def in_child(use):
+    warnings.simplefilter("ignore", DeprecationWarning)
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    signal.alarm(20)  # ends the child if it hangs
+    try:
+        use()
+        print("returns")
+    except EngineClosed:
+        print("closed")
+    finally:
+        os._exit(0)
 """
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -34,6 +36,7 @@ from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.engine.support import EXACT, ONE_THREAD, must_not_run, threads_of_ours
 from tests.facades import (
     HANG_S,
+    THREAD_STARTS,
     dying_of_a_hang,
     engine_threads,
     is_idle,
@@ -343,6 +346,18 @@ def test_cancelling_a_load_stops_it() -> None:
     assert engine_threads() == []
 
 
+@pytest.mark.parametrize("start", THREAD_STARTS.values(), ids=THREAD_STARTS)
+def test_a_thread_that_does_not_start_properly_leaves_no_engine_behind(start: Any) -> None:
+    async def main() -> None:
+        with start():
+            async with aio.open_with(scripted()):
+                must_not_run("it is opened")
+
+    with pytest.raises((KeyboardInterrupt, RuntimeError), match=r"^$|no more threads"):
+        asyncio.run(main())
+    until(lambda: engine_threads() == [])
+
+
 def test_the_loop_runs_on_while_an_engine_opens_and_closes(tiny_path: Path) -> None:
     @asynccontextmanager
     async def slow() -> AsyncIterator[EngineLike]:
@@ -395,6 +410,30 @@ def test_errors_come_out_as_themselves(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadError, match="no such file"):
         asyncio.run(open_nothing())
+
+
+def test_a_failed_stream_fails_again_with_another_error() -> None:
+    model = ScriptedModel({"": ValueError("no hat")})
+
+    async def use(eng: AsyncEngine) -> None:
+        pieces = eng.stream("a hat")
+        with pytest.raises(InferenceError, match="no hat") as first:
+            await pieces.result()
+        with pytest.raises(InferenceError, match="no hat") as second:
+            await pieces.result()
+        assert first.value is not second.value
+
+    with_engine(aio.open_with(scripted(model=model)), use)
+
+
+def test_a_trio_program_is_told_that_this_is_for_asyncio() -> None:
+    async def main() -> None:
+        async with aio.open_with(scripted()):
+            must_not_run("it is opened")
+
+    with pytest.raises(RuntimeError, match=r"aio is for asyncio.*llamad_trio\.open_engine"):
+        trio.run(main)
+    assert engine_threads() == []
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), StopAsyncIteration("mine"), EngineClosed()])
@@ -501,6 +540,68 @@ def test_an_engine_whose_loop_is_gone_closes_itself() -> None:
         del eng, block
         gc.collect()
     until(lambda: engine_threads() == [])
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_engines_and_streams_cannot_be_copied_or_pickled(
+    duplicate: Callable[[object], object],
+) -> None:
+    async def use(eng: AsyncEngine) -> None:
+        for each in (eng, eng.stream("the cat"), eng.stream_events("the cat")):
+            with pytest.raises(TypeError, match=r"Async.* cannot be copied or pickled"):
+                duplicate(each)
+        assert await eng.complete_text("the cat") == "42"
+
+    with_engine(aio.open_with(scripted()), use)
+
+
+def test_a_forked_child_hangs_on_nothing_and_leaves_its_parents_loop_alone() -> None:
+    script = """
+    import asyncio, trio
+    from contextlib import asynccontextmanager
+    from llamad_trio import aio
+
+    loop = asyncio.new_event_loop()
+    parent, wake = os.getpid(), loop.call_soon_threadsafe
+
+    def told(*args):
+        if os.getpid() != parent:
+            print("the child writes to the loop of its parent")
+        return wake(*args)
+
+    loop.call_soon_threadsafe = told
+
+    @asynccontextmanager
+    async def slow_to_close():
+        async with scripted()() as engine:
+            yield engine
+        await trio.sleep(1)
+
+    async def leave():
+        async with stream: pass
+
+    block = aio.open_with(scripted(decode_s=0.2))
+    eng = loop.run_until_complete(block.__aenter__())
+    stream = eng.stream("endless", max_tokens=1_000_000)
+    loop.run_until_complete(anext(stream))
+    other = aio.open_with(slow_to_close)
+    loop.run_until_complete(other.__aenter__())
+    reading = loop.create_task(stream.result())
+    closing = loop.create_task(other.__aexit__(None, None, None))
+    loop.run_until_complete(asyncio.sleep(0.05))
+    for use in (stream.result, stream.aclose, leave, eng.stats, partial(eng.complete, "the cat")):
+        in_child(lambda: asyncio.run(use()))
+    in_child(lambda: asyncio.run(block.__aexit__(None, None, None)))
+    print(len(stream.text) > 0)
+    reading.cancel()
+    loop.run_until_complete(asyncio.wait([reading, closing]))
+    print(loop.run_until_complete(eng.complete_text("the cat")))
+    loop.run_until_complete(block.__aexit__(None, None, None))
+    loop.close()
+    """
+    status, lines, errors = run_script(script)
+    assert (status, errors) == (0, "")
+    assert lines == ["closed", *["returns"] * 3, "closed", "returns", "True", "42"]
 
 
 def test_the_interpreter_exits_with_an_engine_left_open() -> None:

@@ -4,13 +4,17 @@ and nobody else's."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import time
+import traceback
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -41,8 +45,17 @@ from llamad_trio import (
 )
 from llamad_trio.background_run import MOST_PARTS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.watch.logs import log_events
 from tests.engine.support import EXACT, ONE_THREAD, threads_of_ours
-from tests.facades import dying_of_a_hang, engine_threads, is_idle, run_script, scripted, until
+from tests.facades import (
+    THREAD_STARTS,
+    dying_of_a_hang,
+    engine_threads,
+    is_idle,
+    run_script,
+    scripted,
+    until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -318,10 +331,41 @@ def test_a_timeout_cancels_its_own_request_only() -> None:
         assert eng.stats().requests == {"completed": 0, "failed": 0, "cancelled": 2}
         assert next(other)
         assert eng.complete_text("the cat", timeout=60) == "42"
-        with pytest.raises(TimeoutError):
-            eng.complete("the cat", timeout=0)
-        with pytest.raises(ValueError, match="non-negative"):
-            eng.complete("the cat", timeout=-1)
+
+
+TIMED: dict[str, Callable[[BlockingEngine, Any], object]] = {
+    "complete": lambda eng, timeout: eng.complete("the cat", timeout=timeout),
+    "complete_text": lambda eng, timeout: eng.complete_text("the cat", timeout=timeout),
+    "stream": lambda eng, timeout: eng.stream("the cat", timeout=timeout).result(),
+    "stream_events": lambda eng, timeout: eng.stream_events("the cat", timeout=timeout).result(),
+    "score": lambda eng, timeout: eng.score("the cat", ["a"], timeout=timeout),
+    "choose": lambda eng, timeout: eng.choose("the cat", ["a", "b"], timeout=timeout),
+    "render": lambda eng, timeout: eng.render("the cat", timeout=timeout),
+    "count_tokens": lambda eng, timeout: eng.count_tokens("the cat", timeout=timeout),
+    "tokenize": lambda eng, timeout: eng.tokenize("the cat", timeout=timeout),
+    "detokenize": lambda eng, timeout: eng.detokenize([1, 2], timeout=timeout),
+}
+
+
+def test_a_timeout_that_has_passed_already_is_a_timeout() -> None:
+    with blocking.open_with(scripted()) as eng:
+        for ask in TIMED.values():
+            for timeout in (0, -0.001, -inf):
+                with pytest.raises(TimeoutError, match="not complete after 0 s"):
+                    ask(eng, timeout)
+
+
+def test_a_timeout_that_is_no_number_is_refused_before_anything_is_submitted() -> None:
+    with blocking.open_with(scripted()) as eng:
+        for ask in TIMED.values():
+            for timeout in (nan, "3", True, [1]):
+                with pytest.raises(ProtocolError, match="timeout must be a number"):
+                    ask(eng, timeout)
+        with pytest.raises(ProtocolError, match="timeout must be a number"):
+            eng.stream("the cat", timeout=nan)  # not only when it is read
+        assert sum(eng.stats().requests.values()) == 0
+        for unlimited in (None, inf, 10**400):
+            assert eng.complete_text("the cat", timeout=unlimited) == "42"
 
 
 def test_ctrl_c_cancels_the_callers_request_and_no_other() -> None:
@@ -391,6 +435,15 @@ def test_ctrl_c_stops_a_load() -> None:
     assert run_script(script) == (0, ["stopped", "interrupted []"], "")
 
 
+@pytest.mark.parametrize("start", THREAD_STARTS.values(), ids=THREAD_STARTS)
+def test_a_thread_that_does_not_start_properly_leaves_no_engine_behind(start: Any) -> None:
+    with pytest.raises((KeyboardInterrupt, RuntimeError), match=r"^$|no more threads"), start():
+        blocking.open_with(scripted())
+    until(lambda: engine_threads() == [])
+    with blocking.open_with(scripted()) as eng:
+        assert eng.complete_text("the cat") == "42"
+
+
 # -- errors ---------------------------------------------------------------------------------
 
 
@@ -436,6 +489,62 @@ def test_a_full_queue_is_busy() -> None:
             eng.complete("the cat")
 
 
+def time_out(eng: BlockingEngine) -> Any:
+    return eng.stream(ENDLESS, timeout=0.05)
+
+
+def break_down(eng: BlockingEngine) -> Any:
+    return eng.stream("a hat")
+
+
+def be_closed(eng: BlockingEngine) -> Any:
+    pieces = eng.stream(ENDLESS)
+    next(pieces)
+    pieces.close()
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [(time_out, TimeoutError), (break_down, InferenceError), (be_closed, ValueError)],
+)
+def test_a_failed_stream_can_be_read_again_and_again(
+    fail: Callable[[BlockingEngine], Any], kind: type[Exception]
+) -> None:
+    model = ScriptedModel({"endless": "la " * 30_000, "": ValueError("no hat")}, decode_s=0.001)
+    with blocking.open_with(scripted(model=model)) as eng:
+        pieces = fail(eng)
+        lengths, messages = set(), set()
+        for _ in range(5):
+            with pytest.raises(kind) as caught:
+                pieces.result()
+            lengths.add(len(traceback.extract_tb(caught.value.__traceback__)))
+            messages.add(str(caught.value))
+        assert len(messages) == 1
+        assert len(lengths) <= 2  # the first one was raised by a part that did not come
+
+
+def test_an_error_raised_twice_is_two_with_the_same_cause() -> None:
+    @asynccontextmanager
+    async def opener() -> AsyncIterator[EngineLike]:
+        async def die() -> None:
+            await trio.sleep(0.05)
+            raise ZeroDivisionError("a watcher died")
+
+        async with scripted(decode_s=0.001)() as engine, trio.open_nursery() as nursery:
+            nursery.start_soon(die)
+            yield engine
+
+    with pytest.raises(ExceptionGroup) as group:  # noqa: SIM117
+        with blocking.open_with(opener) as eng, eng.stream(ENDLESS) as pieces:
+            with pytest.raises(EngineClosed) as first:
+                pieces.result()
+            with pytest.raises(EngineClosed) as second:
+                pieces.result()
+    assert first.value is not second.value
+    assert first.value.__cause__ is second.value.__cause__ is group.value
+
+
 def test_what_keeps_an_engine_from_opening_comes_out(tiny_path: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such file"):
         blocking.open_engine(tmp_path / "none.gguf")
@@ -447,6 +556,19 @@ def test_what_keeps_an_engine_from_opening_comes_out(tiny_path: Path, tmp_path: 
 
     with pytest.raises(ZeroDivisionError):
         blocking.open_engine(tiny_path, ONE_THREAD, on_load=refuse)
+
+    class OfTwoError(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    mine = OfTwoError("a hat", "a cat")  # which a copy of would not be
+
+    def fail() -> Any:
+        raise mine
+
+    with pytest.raises(OfTwoError) as caught:
+        blocking.open_with(fail)
+    assert caught.value is mine
     told: list[float] = []
     with blocking.open_engine(tiny_path, ONE_THREAD, on_load=told.append):
         assert told[-1] == 1.0
@@ -484,6 +606,24 @@ def test_an_exception_of_the_block_comes_out_as_itself() -> None:
         raise mine
     assert caught.value is mine
     assert eng.stats().requests["cancelled"] == 1
+
+
+# -- events ---------------------------------------------------------------------------------
+
+
+def test_events_are_followed_by_a_task_that_the_opener_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @asynccontextmanager
+    async def watched() -> AsyncIterator[EngineLike]:
+        async with scripted()() as eng, trio.open_nursery() as nursery:
+            await nursery.start(log_events, eng)
+            yield eng
+            nursery.cancel_scope.cancel()
+
+    with caplog.at_level("INFO"), blocking.open_with(watched) as eng:
+        eng.complete("the cat")
+        until(lambda: "request_finished" in caplog.text)
 
 
 # -- nested use -----------------------------------------------------------------------------
@@ -607,6 +747,18 @@ def test_an_engine_that_nobody_has_any_more_closes_itself() -> None:
     until(lambda: engine_threads() == [])
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_engines_and_streams_cannot_be_copied_or_pickled(
+    duplicate: Callable[[object], object],
+) -> None:
+    with blocking.open_with(scripted()) as eng:
+        pieces = eng.stream("the cat")
+        for each in (eng, pieces, eng.stream_events("the cat")):
+            with pytest.raises(TypeError, match=r"Blocking.* cannot be copied or pickled"):
+                duplicate(each)
+        assert eng.complete_text("the cat") == "".join(pieces) == "42"
+
+
 STREAM = """
 pieces = eng.stream("endless", max_tokens=1_000_000)
 next(pieces)
@@ -674,7 +826,6 @@ def test_the_interpreter_exits_with_a_model_that_computes(tiny_path: Path) -> No
 
 def test_a_forked_child_is_refused_instead_of_hanging() -> None:
     script = """
-    import warnings
     warnings.simplefilter("ignore", DeprecationWarning)
     with blocking.open_with(scripted()) as eng:
         pid = os.fork()
@@ -688,3 +839,38 @@ def test_a_forked_child_is_refused_instead_of_hanging() -> None:
     """
     status, lines, errors = run_script(script)
     assert (status, sorted(lines), errors) == (0, ["42", "7", "closed"], "")
+
+
+def test_a_stream_begun_before_a_fork_hangs_nobody_in_the_child() -> None:
+    script = """
+    def begun():
+        pieces = eng.stream("endless", max_tokens=1_000_000)
+        next(pieces)
+        return pieces
+
+    def left():
+        with entered: pass
+
+    with blocking.open_with(scripted()) as eng, eng.stream("endless", max_tokens=99) as entered:
+        read, lost = begun(), [begun()]
+        for use in (lambda: list(read), read.result, read.close, left, lost.clear, eng.stats):
+            in_child(use)
+        print(len(entered.result().text), next(read) != "", eng.complete_text("the cat"))
+    """
+    status, lines, errors = run_script(script)
+    assert (status, errors) == (0, "")
+    *children, parent = lines
+    assert children == ["closed", "closed", "returns", "returns", "returns", "returns"]
+    assert parent.endswith("True 42")
+
+
+def test_a_child_can_have_an_engine_of_its_own() -> None:
+    script = """
+    def open_another():
+        with blocking.open_with(scripted()) as another:
+            print(another.complete_text("the cat"))
+
+    with blocking.open_with(scripted()) as eng:
+        in_child(open_another)
+    """
+    assert run_script(script) == (0, ["42", "returns"], "")
