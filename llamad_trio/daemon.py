@@ -100,6 +100,8 @@ class _Daemon:
         ):
             metrics = EngineMetrics(partial(_stats, models))
             await nursery.start(metrics.run, models)
+            if self._metrics_socket is not None:
+                await nursery.start(serve_metrics, metrics, self._metrics_socket)
             eager = [name for name, spec in config.models.items() if spec.load == "eager"]
             await run_all([partial(models.load, name) for name in eager])
             where = config.socket if self._inherited is None else self._inherited
@@ -107,8 +109,6 @@ class _Daemon:
                 serve_unix, default=config.default, limits=config.limits, metrics=metrics
             )
             await nursery.start(listen, models, where)
-            if self._metrics_socket is not None:
-                await nursery.start(serve_metrics, metrics, self._metrics_socket)
             logger.info("listening on %s", where if isinstance(where, str) else where.getsockname())
             notify("READY=1")
             await self._reload_when_told(models)

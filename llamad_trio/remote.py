@@ -17,6 +17,7 @@ import msgspec
 import trio
 import trio.abc
 
+from llamad_trio.actors.broadcast import check_max_events
 from llamad_trio.callers import Callers
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
@@ -265,8 +266,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _events(self, max_events: int) -> AsyncIterator[RemoteEvents]:
-        if max_events < 1:
-            raise ValueError(f"max_events must be at least 1, not {max_events}")
+        check_max_events(max_events)
         async with self._called(Events(max_events=max_events, model=self._name)) as reply:
             await reply.next_line()  # it watches from here on
             events = RemoteEvents(reply, self._callers)

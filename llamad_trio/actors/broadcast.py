@@ -17,7 +17,13 @@ import trio.abc
 
 from llamad_trio.core.engine_events import EngineEvent, Lagged
 
-__all__ = ["Broadcast", "EventReader", "Source"]
+__all__ = ["Broadcast", "EventReader", "Source", "check_max_events"]
+
+
+def check_max_events(max_events: object) -> None:
+    """Raise `ValueError` for what cannot be the most events that wait for a reader."""
+    if not isinstance(max_events, int) or max_events < 1:
+        raise ValueError(f"max_events must be a whole number of at least 1, not {max_events!r}")
 
 
 class EventReader(trio.abc.ReceiveChannel[EngineEvent]):
@@ -122,10 +128,9 @@ class Broadcast:
         it waits for nothing.  Once the broadcast is closed, a reader ends after what it has.
 
         Raises:
-            ValueError: `max_events` is less than 1.
+            ValueError: `max_events` is no whole number of at least 1.
         """
-        if max_events < 1:
-            raise ValueError(f"max_events must be at least 1, not {max_events}")
+        check_max_events(max_events)
         reader = EventReader(max_events, self._forget)
         if self._has_ended:
             reader.end()

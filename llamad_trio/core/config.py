@@ -187,6 +187,8 @@ class EngineConfig:
         unknown = sorted(set(overrides) - {field.name for field in attrs.fields(cls)})
         if unknown:
             raise ProtocolError(f"unknown config field {', '.join(unknown)}")
+        if not isinstance(config, cls | None):
+            raise ProtocolError(f"config must be an EngineConfig, not {type(config).__name__}")
         return attrs.evolve(config or cls.from_env(), **overrides)
 
     def resolve(self, *, n_ctx_train: int, n_cores: int, max_slots: int) -> EngineConfig:

@@ -356,9 +356,10 @@ async def test_a_reader_of_events_that_lags_is_told_how_many_it_lost(pair: Pair)
             if last == 40:
                 break
         assert n_lost > 0 or isinstance(pair.engine, RemoteEngine)  # its socket holds many
-    with pytest.raises(ValueError, match="max_events"):
-        async with pair.engine.events(max_events=0):
-            pass
+    for wrong in (0, 1.5, "many"):
+        with pytest.raises(ValueError, match="max_events"):
+            async with pair.engine.events(max_events=wrong):  # type: ignore[arg-type]
+                pass
 
 
 async def test_events_end_with_the_engine(opener: Opener) -> None:

@@ -262,3 +262,10 @@ def test_everything_else_stays_and_a_second_time_changes_nothing() -> None:
         0.5,
     )
     assert once.resolve(n_ctx_train=1, n_cores=1, max_slots=256) == once
+
+
+def test_what_is_no_config_is_refused() -> None:
+    wrong: tuple[Any, ...] = (5, 0, "x", {})
+    for config in wrong:
+        with pytest.raises(ProtocolError, match="config must be an EngineConfig"):
+            EngineConfig.merged(config, {})

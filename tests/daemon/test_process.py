@@ -373,6 +373,19 @@ def test_a_model_that_is_not_there_is_one_line(sock: Path, tmp_path: Path) -> No
     assert not is_there(sock)
 
 
+def test_a_place_for_metrics_that_cannot_be_is_told_before_any_load(
+    sock: Path, tmp_path: Path
+) -> None:
+    arguments: list[str | Path] = [
+        tmp_path / "no.gguf",
+        "--metrics",
+        str(tmp_path / "nowhere" / "metrics.sock"),
+    ]
+    with running_daemon(sock, *arguments, is_ready=False) as daemon:
+        assert daemon.wait() == 1
+        assert_one_line(error_of(daemon.log), "metrics.sock")
+
+
 # -- SIGINT and SIGTERM -------------------------------------------------------------------------------
 
 
