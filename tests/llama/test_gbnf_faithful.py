@@ -12,6 +12,7 @@ import json
 import os
 import random
 import tarfile
+import time
 import urllib.request
 from importlib import metadata
 from pathlib import PurePosixPath
@@ -106,6 +107,11 @@ GRAMMARS = {
 }
 
 
+MOST_S = 0.002
+"""In an ambiguous grammar the oracle's work can double with each character, and nothing stops
+it.  It usually takes some microseconds."""
+
+
 class Oracle:
     """A vocabulary, with what each of the two makes of a grammar over it."""
 
@@ -182,7 +188,10 @@ class Oracle:
                 if token == self.eos:
                     break
                 said.append(token)
+                began = time.perf_counter()
                 lib.llama_sampler_accept(sampler, token)
+                if time.perf_counter() - began > MOST_S:
+                    break
                 matcher.consume_token(token)
         finally:
             lib.llama_sampler_free(sampler)
