@@ -134,13 +134,16 @@ class RemoteReply:
         Raises:
             LlamadError: the line tells of an error, or the daemon went away.
         """
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            while (line := self._lines.pop()) is None:
+            if (line := self._lines.pop()) is not None:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            while line is None:
                 data = await self._stream.receive_some(CHUNK_BYTES)
                 if not data:
                     raise await self._explain()
                 self._lines.push(data)
+                line = self._lines.pop()
             reply = msgspec.json.decode(line)
         except trio.BrokenResourceError:
             raise await self._explain() from None
