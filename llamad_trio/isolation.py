@@ -89,11 +89,11 @@ async def open_isolated_engine(
             relay = EventRelay(engine.sent_events, own_broadcast)
             nursery.start_soon(relay.run)
             try:
-                if own_broadcast.has_readers:
-                    await relay.attach()
-                reporter.loaded(trio.current_time() - began)
                 # On a lane of its own, over there, but on the same cores.
-                with counted(Lane(), engine.config):
+                with own_broadcast.fed_by(relay), counted(Lane(), engine.config):
+                    if own_broadcast.has_readers:
+                        await relay.attach()
+                    reporter.loaded(trio.current_time() - began)
                     yield engine
             finally:
                 engine.close()

@@ -267,14 +267,15 @@ class RemoteEngine:
     @asynccontextmanager
     async def _events(self, max_events: int) -> AsyncIterator[RemoteEvents]:
         check_max_events(max_events)
-        async with self._called(Events(max_events=max_events, model=self._name)) as reply:
-            await reply.next_line()  # it watches from here on
-            events = RemoteEvents(reply, self._callers)
-            try:
-                with self._callers.remembered():
+        call = Events(max_events=max_events, model=self._name)
+        with self._callers.remembered():  # before it watches over there
+            async with self._called(call) as reply:
+                await reply.next_line()  # it watches from here on
+                events = RemoteEvents(reply, self._callers)
+                try:
                     yield events
-            finally:
-                events.close()
+                finally:
+                    events.close()
 
     # -- inside -----------------------------------------------------------------------------
 

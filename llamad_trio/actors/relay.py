@@ -36,7 +36,7 @@ class EventRelay:
 
     Args:
         open_events: reads what happens in the engine, from when it is entered.
-        broadcast: where that is published.
+        broadcast: where that is published; to be `fed_by` it before anybody can read there.
     """
 
     def __init__(self, open_events: OpenEvents, broadcast: Broadcast) -> None:
@@ -68,7 +68,7 @@ class EventRelay:
         No cancel from outside ends it: an engine that ends has things to tell.
         """
         try:
-            with self._scope, self._broadcast.fed_by(self):
+            with self._scope:
                 while not self._ended.is_set():
                     await self._wanted.wait()
                     await self._relay_while_wanted()

@@ -43,10 +43,10 @@ async def relayed(
 ) -> AsyncIterator[EventRelay]:
     relay = EventRelay(open_events or elsewhere.subscribe, here)
     async with open_plain_nursery() as nursery:
-        nursery.start_soon(relay.run)
-        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(relay.run)  # it need not run yet
         try:
-            yield relay
+            with here.fed_by(relay):
+                yield relay
         finally:
             relay.end(EngineClosed())
 

@@ -605,6 +605,15 @@ async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
     ]
 
 
+async def test_no_reader_comes_too_early_for_its_events(tiny_path: Path) -> None:
+    async with (
+        open_engine(tiny_path, ONE_THREAD, isolation="process") as engine,
+        engine.events() as events,
+    ):
+        await engine.complete("x", max_tokens=2)
+        assert isinstance(await events.receive(), RequestQueued)
+
+
 async def test_a_crash_is_the_end_of_the_events_of_an_engine_that_was_opened_alone(
     tiny_path: Path,
 ) -> None:
