@@ -73,6 +73,9 @@ logger = logging.getLogger("llamad_trio")
 LONG_LINE_BYTES = 16 * 1024
 """Longer ones are taken apart in a thread: a megabyte of JSON takes up to 0.2 s."""
 
+LAST_WORDS_S = 1.0
+"""How long clients may take to read the rest when nobody can connect any more."""
+
 MAX_CALLS = 64
 """Calls under way on one connection; a client that wants more opens another."""
 
@@ -134,7 +137,7 @@ async def serve_listener(
 ) -> None:
     """`serve_unix`, for connections that come by any way.
 
-    When the listener ends, it waits until the clients have gone.
+    When the listener ends, the calls under way are answered, as far as their clients listen.
     """
     async with open_hangup_watcher() as watcher, trio.open_nursery() as clients:
         server = _Server(engines, default, limits or Limits(), metrics, watcher)
@@ -142,7 +145,9 @@ async def serve_listener(
         try:
             await trio.serve_listeners(server.handle, [listener], handler_nursery=clients)
         except* trio.EndOfChannel:
-            pass
+            with trio.move_on_after(LAST_WORDS_S):
+                await server.all_answered()
+            clients.cancel_scope.cancel()
 
 
 @attrs.define(eq=False)
@@ -155,8 +160,16 @@ class _Server:
     metrics: EngineMetrics | None
     watcher: HangupWatcher
     n_connections: int = 0
+    n_calls: int = 0
+    answered: trio.Event = attrs.field(factory=trio.Event)
     started_at: float = attrs.field(factory=trio.current_time)
     decoding: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
+
+    async def all_answered(self) -> None:
+        """Wait until no call is under way."""
+        while self.n_calls:
+            self.answered = trio.Event()
+            await self.answered.wait()
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve a client.  Never raises: one client's trouble is its own."""
@@ -356,12 +369,15 @@ class _Client:
         if call.id in self._calls:
             raise ProtocolError(f"a call with the id {call.id!r} is under way")
         self._n_calls += 1
+        self._server.n_calls += 1
         if call.id is not None:
             self._calls[call.id] = scope
         try:
             yield
         finally:
             self._n_calls -= 1
+            self._server.n_calls -= 1
+            self._server.answered.set()
             if call.id is not None:
                 del self._calls[call.id]
 

@@ -332,6 +332,16 @@ async def test_a_request_ends_though_another_process_holds_its_connection(
             os.close(fd)
 
 
+async def test_a_stream_that_nobody_reads_does_not_hold_up_the_end(tiny_path: Path) -> None:
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    async with open_models(specs) as models, models.stream("x", max_tokens=ENDLESS) as pieces:
+        await pieces.receive()
+        with trio.fail_after(isolation_module.GRACE_S):
+            await models.unload("a")
+        with pytest.raises(EngineClosed):
+            await pieces.result()
+
+
 async def test_a_process_that_hangs_when_it_is_unloaded_has_not_crashed(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -599,6 +609,7 @@ async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
         await nursery.start(watcher.run, engine)
         async with engine.stream("x", max_tokens=ENDLESS) as pieces:
             await pieces.receive()
+        await until(lambda: bool(watcher.all(RequestCancelled)))
     told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
     assert told == [
         *("RequestQueued", "RequestStarted", "FirstToken", "RequestCancelled", "EngineStopped")
