@@ -325,7 +325,6 @@ class Models(Mapping[str, "Model"]):
         return model
 
     def _asked(self, name: str | None) -> Model:
-        name = optional(text("model"))(name)
         return self._models[pick_model(name, self._models, self._default)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import optional, text
 
 __all__ = ["pick_model"]
 
@@ -18,8 +19,9 @@ def pick_model(name: str | None, known: Collection[str], default: str | None) ->
         default: which of them is the default; the first one is, if that is not there.
 
     Raises:
-        ProtocolError: there is no such model, or none at all.
+        ProtocolError: there is no such model, or none at all, or the name is no text.
     """
+    name = optional(text("model"))(name)
     if name is None:
         name = default if default in known else next(iter(known), None)
     if name is None:

@@ -842,6 +842,9 @@ async def test_a_model_is_chosen_by_its_name(path: Path) -> None:
                 with pytest.raises(ProtocolError, match="known are a, b"):
                     async with connect(path, model=name):
                         pass
+            with pytest.raises(ProtocolError, match="model must be text"):
+                async with connect(path, model=5):  # type: ignore[arg-type]
+                    pass
 
 
 async def test_the_model_that_was_the_default_stays_the_one(path: Path) -> None:
