@@ -245,7 +245,8 @@ class _Child:
 
     async def end(self) -> None:
         """End the process: it is told to, and killed if it does not, or has nothing to lose."""
-        self._is_told_to_end = self._is_told_to_end or not self.has_gone
+        if not self.has_gone:
+            self._is_told_to_end = True
         with trio.move_on_after(GRACE_S if self._is_ready else 0.0):
             with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await self.channel.send_eof()

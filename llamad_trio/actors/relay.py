@@ -43,9 +43,8 @@ class EventRelay:
         self._open_events = open_events
         self._broadcast = broadcast
         self._wanted = trio.Event()
-        self._attached = trio.Event()
+        self._attached = trio.Event()  # set while events are read
         self._error: LlamadError | None = None  # why it could not be attached
-        self._reads = False
         self._ended = trio.Event()
         self._scope = shielded()
         self._under_way: dict[int, RequestQueued] = {}
@@ -79,7 +78,7 @@ class EventRelay:
     async def drain(self) -> None:
         """Wait until all is told that is on its way from an engine that ends.  A checkpoint."""
         await trio.lowlevel.checkpoint()
-        if self._reads:
+        if self._attached.is_set():
             await self._ended.wait()
 
     def end(self, error: LlamadError) -> None:
@@ -103,11 +102,11 @@ class EventRelay:
     async def _relay_while_wanted(self) -> None:
         try:
             async with self._open_events() as events:
-                self._reads, self._error = True, None
+                self._error = None
                 self._attached.set()
                 await self._relay(events)
         except LlamadError as error:
-            if self._reads or not isinstance(error, InferenceError):
+            if self._attached.is_set() or not isinstance(error, InferenceError):
                 self._ended.set()
             else:
                 self._error = error
@@ -127,7 +126,6 @@ class EventRelay:
 
     def _wait_again(self) -> None:
         """For the next reader: before any checkpoint, or that one would be taken for attached."""
-        self._reads = False
         self._wanted, self._attached = trio.Event(), trio.Event()
         self._under_way.clear()
 
