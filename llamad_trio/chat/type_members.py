@@ -174,9 +174,10 @@ def cached_by_type(build: Callable[[object], T]) -> Callable[[object], T]:
 
     def found(kind: object) -> T:
         try:
-            return cached(kind, repr(kind))
+            hash(kind)
         except TypeError:
             return build(kind)
+        return cached(kind, repr(kind))
 
     return found
 
