@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from llamad_trio import open_engine
-from tests.engine.support import ONE_THREAD
+from tests.engine.support import EXACT, ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,6 +46,6 @@ def tiny_path(tiny_model: TinyModels) -> Path:
 
 @pytest.fixture
 async def tiny(tiny_path: Path) -> AsyncIterator[Engine]:
-    """An engine of the tiny attention model: a token takes less than a millisecond."""
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine:
+    """An engine of the tiny attention model, which says to each what it says to it alone."""
+    async with open_engine(tiny_path, EXACT, n_ctx=8192) as engine:
         yield engine

@@ -16,13 +16,13 @@ import pytest
 import trio
 
 from llamad_trio import (
-    EngineConfig,
     InferenceError,
     LlamadError,
     ProtocolError,
     Request,
     open_engine,
 )
+from tests.engine.support import EXACT
 
 if TYPE_CHECKING:
     from llamad_trio import Engine
@@ -162,7 +162,7 @@ async def attack(path: str) -> None:
     """What the process of its own does: prints the outcomes, by name, as JSON."""
     told: dict[str, str] = {}
     calm = Request("calm", raw=True, temperature=0, max_tokens=150)
-    async with open_engine(path, EngineConfig(n_threads=1, n_slots=4)) as engine:
+    async with open_engine(path, EXACT, n_slots=4) as engine:
         alone = (await engine.complete(calm)).text
         beside: list[str] = []
         generated = trio.Event()

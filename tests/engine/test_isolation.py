@@ -43,7 +43,7 @@ from llamad_trio.core.engine_events import (
     StepDone,
 )
 from llamad_trio.cores import physical_cores
-from tests.engine.support import ENDLESS, ONE_THREAD, must_not_run, until
+from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ async def isolated_child(before: set[int]) -> int:
 
 
 async def test_it_says_what_the_engine_of_this_process_says(tiny: Engine, tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_ctx=8192) as engine:
+    async with open_engine(tiny_path, EXACT, isolation="process", n_ctx=8192) as engine:
         assert isinstance(engine, RemoteEngine)
         assert engine.info == tiny.info
         assert engine.config == tiny.config

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llamad_trio import EngineClosed, PromptTooLong, Request, open_engine
-from tests.engine.support import ENDLESS, ONE_THREAD, count_pieces, read_all, until, until_idle
+from tests.engine.support import ENDLESS, EXACT, count_pieces, read_all, until, until_idle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -206,7 +206,7 @@ async def test_all_slots_paused_wait_without_computing_until_one_is_read(tiny: E
 
 
 async def test_a_reader_that_pauses_lets_those_who_wait_have_its_room(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=256, n_slots=1) as engine:
+    async with open_engine(tiny_path, EXACT, n_ctx=256, n_slots=1) as engine:
         asked = Request("the cat", max_tokens=150, temperature=0)
         text = await engine.complete_text(asked)
         async with engine.stream(asked) as slow:
@@ -235,7 +235,7 @@ async def test_a_stream_under_way_when_the_engine_closes_gets_engine_closed(
 
     async with (
         trio.open_nursery() as nursery,
-        open_engine(tiny_path, ONE_THREAD, n_ctx=8192) as engine,
+        open_engine(tiny_path, EXACT, n_ctx=8192) as engine,
     ):
         nursery.start_soon(read, engine)
         await until(lambda: len(received) >= 3)
