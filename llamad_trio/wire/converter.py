@@ -120,33 +120,45 @@ def _many(name: str, kind: type[T]) -> Callable[[object, object], list[T]]:
     return convert
 
 
+_overrides: dict[type, dict[str, Any]] = {}
+
+
 def register(kind: type[attrs.AttrsInstance], **overrides: Any) -> None:
     """Say what is special about the fields of a class: cattrs' `override` by name."""
-    for converter in (_converter, _tolerant_converter):
-        _register_with(converter, kind, overrides)
+    _overrides[kind] = overrides
 
 
-def _register_with(
-    converter: cattrs.Converter, kind: type[attrs.AttrsInstance], overrides: dict[str, Any]
-) -> None:
+def _reader(
+    kind: type[attrs.AttrsInstance], converter: cattrs.Converter
+) -> Callable[[Any, Any], object]:
     read: Callable[[Any, Any], object] = make_dict_structure_fn(
         kind,
         converter,
         _cattrs_forbid_extra_keys=converter is _converter,
         _cattrs_prefer_attrib_converters=True,
         _cattrs_detailed_validation=False,
-        **overrides,
-    )
-    write: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(
-        kind, converter, _cattrs_omit_if_default=True, **overrides
+        **_overrides[kind],
     )
 
     def read_once(value: Any, type_: type) -> object:
         # A call's request is put together before the call is.
         return value if isinstance(value, kind) else read(value, type_)
 
-    converter.register_structure_hook(kind, read_once)
-    converter.register_unstructure_hook(kind, write)
+    return read_once
+
+
+def _writer(
+    kind: type[attrs.AttrsInstance], converter: cattrs.Converter
+) -> Callable[[Any], dict[str, Any]]:
+    return make_dict_unstructure_fn(
+        kind, converter, _cattrs_omit_if_default=True, **_overrides[kind]
+    )
+
+
+for _each in (_converter, _tolerant_converter):
+    # Made when first needed: all of them take a tenth of a second, at each start of a process.
+    _each.register_structure_hook_factory(_overrides.__contains__, _reader)
+    _each.register_unstructure_hook_factory(_overrides.__contains__, _writer)
 
 
 def _bytes_as_numbers(logprob: TokenLogprob) -> dict[str, Any]:
