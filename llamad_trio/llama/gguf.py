@@ -17,6 +17,7 @@ from llamad_trio.core.errors import ModelLoadError
 
 __all__ = ["Layout", "Tensor", "read_layout", "refuse_deadly"]
 
+_LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
@@ -37,21 +38,35 @@ class _Reader:
         return int(value)
 
     def string(self) -> bytes:
-        start = self._pos + 8
-        end = start + self.unsigned()
+        start = self._pos + _LENGTH.size
+        self._go_to(start + self.unsigned())
+        return self._data[start : self._pos]
+
+    def _go_to(self, end: int) -> None:
         if end > len(self._data):
             raise struct.error("a string reaches beyond the end")
         self._pos = end
-        return self._data[start:end]
 
-    def strings(self) -> Iterator[bytes]:
-        """The strings of an array value; an array of anything else is gone past."""
+    def distinct_strings(self) -> tuple[set[bytes], bytes | None]:
+        """The strings of an array value, up to the first that comes twice, and that one.
+
+        An array of anything else is gone past.
+        """
         kind, count = self.unsigned("<I"), self.unsigned()
+        found = set[bytes]()
         if kind != _STRING:
             self._skip_items(kind, count)
-            return
-        for _ in range(count):
-            yield self.string()
+            return found, None
+        data, end = self._data, self._pos
+        for _ in range(count):  # a vocabulary has up to some hundred thousand
+            start = end + _LENGTH.size
+            end = start + _LENGTH.unpack_from(data, end)[0]
+            string = data[start:end]
+            if string in found:
+                return found, string
+            found.add(string)
+        self._go_to(end)
+        return found, None
 
     def skip(self, kind: int) -> None:
         if kind == _STRING:
@@ -75,6 +90,11 @@ class _Reader:
     def _skip_items(self, kind: int, count: int) -> None:
         if kind in _SIZES:
             self._pos += _SIZES[kind] * count
+        elif kind == _STRING:
+            data, end = self._data, self._pos
+            for _ in range(count):
+                end += _LENGTH.size + _LENGTH.unpack_from(data, end)[0]
+            self._go_to(end)
         else:
             for _ in range(count):
                 self.skip(kind)
@@ -109,10 +129,9 @@ def _deadly(reader: _Reader) -> str | None:
             if (reason := _deadly_number(key, number)) is not None:
                 return reason
         elif key == b"tokenizer.ggml.tokens" and kind == _ARRAY:
-            for token in reader.strings():
-                if token in tokens:
-                    return f"the vocabulary lists {token.decode(errors='replace')!r} twice"
-                tokens.add(token)
+            tokens, twice = reader.distinct_strings()
+            if twice is not None:
+                return f"the vocabulary lists {twice.decode(errors='replace')!r} twice"
         else:
             reader.skip(kind)
         if tokenizer and tokens:

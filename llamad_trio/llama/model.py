@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
+from typing import TypeVar
 
 import llama_cpp.llama_cpp as lib
+import numpy as np
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
 from llamad_trio.llama import backend, gguf
 
 __all__ = ["Model"]
+
+T = TypeVar("T")
 
 _SPLIT_MODES = {
     "none": lib.LLAMA_SPLIT_MODE_NONE,
@@ -217,7 +222,7 @@ class Model:
         """Most bytes of text that one token can stand for; `None` if there is no bound."""
         if lib.llama_vocab_type(self.vocab) not in _BOUNDED_VOCABULARIES:
             return None
-        return max(len(lib.llama_vocab_get_text(self.vocab, t)) for t in range(self.n_vocab))
+        return max(map(len, self._of_each_token(lib.llama_vocab_get_text)))
 
     @cached_property
     def _special_tokens(self) -> tuple[dict[str, int], frozenset[str]]:
@@ -226,14 +231,18 @@ class Model:
         added: set[str] = set()
         is_control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         is_added = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-        for token in range(self.n_vocab):
-            attributes = lib.llama_vocab_get_attr(self.vocab, token)
-            if attributes & (is_control | is_added) and (text := self._special_text(token)):
-                if attributes & is_control:
+        attributes = np.fromiter(self._of_each_token(lib.llama_vocab_get_attr), np.int32)
+        for token in np.flatnonzero(attributes & (is_control | is_added)).tolist():
+            if text := self._special_text(token):
+                if attributes[token] & is_control:
                     control[text] = token
-                if attributes & is_added:
+                if attributes[token] & is_added:
                     added.add(text)
         return control, frozenset(added)
+
+    def _of_each_token(self, ask: Callable[..., T]) -> Iterator[T]:
+        """What llama.cpp says of each token, asked without a loop of ours: there are many."""
+        return map(ask, repeat(self.vocab), range(self.n_vocab))
 
     def _special_text(self, token: int) -> str:
         return "" if token < 0 else self.read_piece(token, special=True).decode(errors="replace")
