@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import trio
@@ -15,6 +15,7 @@ from llamad_trio.actors.listener import serve_unix
 from llamad_trio.actors.metrics_socket import serve_metrics
 from llamad_trio.actors.nursery import open_plain_nursery, run_all, unlimited
 from llamad_trio.actors.systemd import notify
+from llamad_trio.actors.unix_socket import claimed
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.daemon_config import DaemonConfig
 from llamad_trio.info import EngineStats
@@ -50,7 +51,7 @@ async def run_daemon(
     A checkpoint.  Cancelled, it stops as for a signal.
 
     Raises:
-        SocketUnavailable: the socket cannot be listened on.
+        SocketUnavailable: the socket cannot be listened on.  Told before a model loads.
         RestartsExhausted: a model's engine broke down again and again.
         LlamadError: a model cannot be opened.
     """
@@ -93,6 +94,18 @@ class _Daemon:
 
     async def serve(self) -> None:
         """Serve until cancelled."""
+        # Whether the path can be had is known before the models load.
+        with self._claimed() as listen:
+            await self._serve(listen)
+
+    def _claimed(self) -> AbstractContextManager[Callable[[], socket.socket]]:
+        """What gives a socket that listens."""
+        inherited = self._inherited
+        if inherited is not None:
+            return nullcontext(lambda: inherited)
+        return claimed(self._config.socket)
+
+    async def _serve(self, listen: Callable[[], socket.socket]) -> None:
         config = self._config
         async with (
             open_models(config.models, default=config.default) as models,
@@ -104,12 +117,12 @@ class _Daemon:
                 await nursery.start(serve_metrics, metrics, self._metrics_socket)
             eager = [name for name, spec in config.models.items() if spec.load == "eager"]
             await run_all([partial(models.load, name) for name in eager])
-            where = config.socket if self._inherited is None else self._inherited
-            listen = partial(
+            sock = listen()
+            answer = partial(
                 serve_unix, default=config.default, limits=config.limits, metrics=metrics
             )
-            await nursery.start(listen, models, where)
-            logger.info("listening on %s", where if isinstance(where, str) else where.getsockname())
+            await nursery.start(answer, models, sock)
+            logger.info("listening on %s", sock.getsockname())
             notify("READY=1")
             await self._reload_when_told(models)
 

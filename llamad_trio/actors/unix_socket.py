@@ -14,8 +14,9 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -23,7 +24,7 @@ import trio
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.core.errors import SocketUnavailable
 
-__all__ = ["HangupWatcher", "listening", "open_hangup_watcher", "peer_is_trusted"]
+__all__ = ["HangupWatcher", "claimed", "listening", "open_hangup_watcher", "peer_is_trusted"]
 
 logger = logging.getLogger("llamad_trio")
 
@@ -46,7 +47,27 @@ LOCK_TRIES = 100
 async def listening(
     path: str | os.PathLike[str], *, backlog: int = BACKLOG
 ) -> AsyncIterator[trio.SocketListener]:
-    """A Unix socket at `path` that listens inside the block.
+    """A Unix socket at `path` that listens inside the block: `claimed`, and at once.
+
+    Entering is a checkpoint; cancelled, it leaves nothing behind.  Leaving is none, and
+    works in a cancelled scope.
+
+    Raises:
+        SocketUnavailable: the path cannot be had; says why.
+    """
+    await trio.lowlevel.checkpoint()
+    with (
+        claimed(path, backlog=backlog) as listen,
+        closing(trio.socket.from_stdlib_socket(listen())) as sock,
+    ):
+        yield trio.SocketListener(sock)
+
+
+@contextmanager
+def claimed(
+    path: str | os.PathLike[str], *, backlog: int = BACKLOG
+) -> Iterator[Callable[[], socket.socket]]:
+    """Have `path` for a Unix socket inside the block, which gives a function that listens there.
 
     The socket has mode 0600 from the instant it exists, or less if the umask says so.  A
     stale socket of a dead daemon is replaced; whatever else is at `path` is left alone.  Of
@@ -54,39 +75,47 @@ async def listening(
     `.lock` appended.  Leaving the block closes the socket and removes both files, unless
     somebody has replaced them.
 
-    Entering is a checkpoint; cancelled, it leaves nothing behind.  Leaving is none, and
-    works in a cancelled scope.
-
     Args:
         path: taken as it is; `~` is not expanded, a symbolic link is not followed.
         backlog: connections that may wait to be accepted.
 
     Raises:
-        SocketUnavailable: the path cannot be had; says why.
+        SocketUnavailable: the path cannot be had; says why.  The function may raise it, too.
     """
-    await trio.lowlevel.checkpoint()
+    name = os.fspath(path)
     with ExitStack() as held:
-        yield _listen(os.fspath(path), backlog, held)
+        with _explained(name):
+            _claim(name, held)
+        yield partial(_listen, name, backlog, held)
 
 
-def _listen(path: str, backlog: int, held: ExitStack) -> trio.SocketListener:
-    """Lock, look, bind, listen.  `held` undoes it, last things first."""
+def _claim(path: str, held: ExitStack) -> None:
+    """Lock, and look.  `held` undoes it, last things first."""
     _check_spelling(path)
-    try:
-        # For the end: the working directory may be another one then.
+    absolute = str(Path(path).absolute())  # for the end: the working directory may be another then
+    lock = _lock(path)
+    held.callback(os.close, lock)
+    held.callback(_remove_if_same, f"{absolute}.lock", os.fstat(lock))
+    _remove_stale(path)
+
+
+def _listen(path: str, backlog: int, held: ExitStack) -> socket.socket:
+    """Look again, bind, listen."""
+    with _explained(path):
         absolute = str(Path(path).absolute())
-        lock = _lock(path)
-        held.callback(os.close, lock)
-        held.callback(_remove_if_same, f"{absolute}.lock", os.fstat(lock))
         _remove_stale(path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        wrapped = trio.socket.from_stdlib_socket(sock)
-        held.callback(wrapped.close)
+        sock = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         _bind_privately(sock, path)
         held.callback(_remove_if_same, absolute, os.lstat(path))
         _pin(path, held)
         sock.listen(backlog)
-        return trio.SocketListener(wrapped)
+        return sock
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise SocketUnavailable(path, error.strerror or str(error)) from error
 
