@@ -58,4 +58,5 @@ class Callers:
         """The context of the task that made a call; `None` if it is not known."""
         if not isinstance(call_id, str):
             return None
-        return self._waiting.get(call_id) or self._ended.get(call_id)
+        # Not `or`: a context without variables is false.
+        return self._waiting.get(call_id, self._ended.get(call_id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 
 from llamad_trio.callers import MOST_ENDED, Callers
 
@@ -58,3 +58,15 @@ def test_calls_of_others_are_nobodys() -> None:
         assert ours.context_of(called(theirs, 0)) is None
         anything: tuple[object, ...] = (None, 0, [], {}, "x")
         assert all(ours.context_of(other) is None for other in anything)
+
+
+def test_who_has_set_no_variable_is_known_too() -> None:
+    callers = Callers()
+
+    def call() -> None:
+        with callers.calling() as call_id:
+            assert callers.context_of(call_id) is not None
+        assert callers.context_of(call_id) is not None
+
+    with callers.remembered():
+        Context().run(call)
