@@ -45,6 +45,7 @@ from llamad_trio.cli.chat_loop import Chat
 from llamad_trio.cli.chat_terminal import Key, Lines, Prompt, Screen, open_history
 from llamad_trio.cli.conversation import COMMANDS, Command, Conversation, Reply, Say, parse, visible
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
+from tests.daemon.support import running_daemon
 from tests.engine.support import until
 from tests.engine.test_events import THINKS_ITSELF
 from tests.models import TinyModels
@@ -838,38 +839,18 @@ def test_help_lists_the_options_in_their_order() -> None:
     assert places == sorted(places)
 
 
-def test_what_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    for args in (["-m", "/no/such/file.gguf"], ["--socket", str(tmp_path / "none.sock")]):
-        result = subprocess.run(
-            [sys.executable, "-m", "llamad_trio", "chat", *args],
-            input=b"hello\n",
-            capture_output=True,
-            env=environment(tmp_path),
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == 1
-        assert len(result.stderr.splitlines()) == 1
-        assert result.stderr.startswith(b"error: ")
-
-
 COMMAND = (sys.executable, "-m", "llamad_trio")
 
 
-@contextmanager
-def daemon(tmp_path: Path, config: str) -> Iterator[Path]:
-    """A daemon in a process of its own, by its socket."""
-    socket, file = tmp_path / "daemon.sock", tmp_path / "daemon.toml"
-    file.write_text(config)
-    serve = [*COMMAND, "serve", "--config", str(file), "--socket", str(socket)]
-    with subprocess.Popen(serve, stderr=subprocess.DEVNULL, env=environment(tmp_path)) as process:
-        try:
-            deadline = time.monotonic() + 60
-            while not socket.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            yield socket
-        finally:
-            process.terminate()
+@pytest.fixture(scope="module")
+def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The socket of a daemon with the models one, two and, not loaded yet, lazy."""
+    folder = tmp_path_factory.mktemp("daemon")
+    config = folder / "daemon.toml"
+    path = f"path = '{tiny_model('attention')}'\n"
+    config.write_text(f"[models.one]\n{path}[models.two]\n{path}[models.lazy]\n{path}load = 'lazy'")
+    with running_daemon(folder / "daemon.sock", "--config", config) as process:
+        yield process.path
 
 
 def ask(tmp_path: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[bytes]:
@@ -884,14 +865,10 @@ def ask(tmp_path: Path, *args: str, typed: str = "") -> subprocess.CompletedProc
     )
 
 
-def test_a_daemon_answers_and_has_other_models(tiny_model: TinyModels, tmp_path: Path) -> None:
-    path = tiny_model("attention")
-    with daemon(
-        tmp_path, f"[models.one]\npath = '{path}'\n[models.two]\npath = '{path}'"
-    ) as socket:
-        typed = "hello\n/model two\n/model three\nagain\n/stats\n"
-        args = ("chat", "--socket", str(socket), "-m", "one", "-n", "5")
-        result = ask(tmp_path, *args, typed=typed)
+def test_a_daemon_answers_and_has_other_models(daemon: Path, tmp_path: Path) -> None:
+    typed = "hello\n/model two\n/model three\nagain\n/stats\n"
+    args = ("chat", "--socket", str(daemon), "-m", "one", "-n", "5")
+    result = ask(tmp_path, *args, typed=typed)
     assert result.returncode == 0
     assert result.stdout
     notes = result.stderr.decode().splitlines()
@@ -904,11 +881,10 @@ def test_a_daemon_answers_and_has_other_models(tiny_model: TinyModels, tmp_path:
 
 
 def test_the_speeds_of_a_completion_are_told_of_a_lazy_model_too(
-    tiny_model: TinyModels, tmp_path: Path
+    daemon: Path, tmp_path: Path
 ) -> None:
-    config = f"[models.one]\npath = '{tiny_model('attention')}'\nload = 'lazy'"
-    with daemon(tmp_path, config) as socket:
-        result = ask(tmp_path, "complete", "hi", "--stats", "--socket", str(socket), "-n", "5")
+    args = ("complete", "hi", "--stats", "-m", "lazy", "--socket", str(daemon), "-n", "5")
+    result = ask(tmp_path, *args)
     assert result.returncode == 0
     assert result.stdout
     (speeds,) = result.stderr.decode().splitlines()

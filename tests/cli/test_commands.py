@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it: real processes, real model."""
+"""The command line as a newcomer meets it; in a process of its own where that is what matters."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from llamad_trio.__main__ import main
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
+from tests.cli.conftest import Ended
 from tests.models import TinyModels
 
 ROOT = Path(__file__).parents[2]
+
+CommandLine = Callable[..., Ended]
+
+NO_SOCKET = "'/no/such.sock': there is no such socket"
 
 
 def run(
@@ -35,42 +39,44 @@ def run(
     )
 
 
-def test_complete_prints_the_text_and_stats(smollm2_path: Path) -> None:
-    args = ("complete", "Say hello", "-m", str(smollm2_path), "--seed", "1", "-n", "6")
-    plain = run(*args, "--stats")
-    assert plain.returncode == 0
-    assert plain.stdout.strip()
-    assert b"prompt tokens" in plain.stderr
-    as_json = json.loads(run(*args, "--json").stdout)
-    assert as_json["text"].strip() == plain.stdout.decode().strip()
-    assert as_json["generated_tokens"] <= 6
-
-
-def test_the_prompt_can_be_piped(tiny_model: TinyModels) -> None:
-    args = ("complete", "-m", str(tiny_model("attention")), "--seed", "1", "-n", "8", "--json")
-    piped = json.loads(run(*args, stdin="Say hello").stdout)
-    given = json.loads(run(*args, "Say hello").stdout)
-    assert piped["text"] == given["text"]
+def test_complete_prints_the_text_and_stats_of_a_prompt_given_or_piped(
+    tiny_model: TinyModels,
+) -> None:
+    args = ("complete", "-m", str(tiny_model("attention")), "--seed", "1", "-n", "8")
+    given = run(*args, "Say hello", "--stats")
+    assert given.returncode == 0
+    assert given.stdout.strip()
+    assert b"prompt tokens" in given.stderr
+    piped = json.loads(run(*args, "--json", stdin="Say hello").stdout)
+    assert piped["text"].strip() == given.stdout.decode().strip()
+    assert piped["generated_tokens"] == 8
 
 
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        (("complete", "x", "-m", "/no/such/file.gguf"), 1, b"no such file"),
-        (("complete", "x", "-m", "smollm2-135n"), 1, b"smollm2-135m"),
-        (("complete", "x", "--temperature", "hot"), 2, b"temperature"),
-        (("nonsense",), 2, b"No such command"),
-        (("inspect", "/"), 1, b"directory"),
-        (("pull", "nonsense"), 1, b"nonsense"),
+        (("complete", "x", "-m", "/no/such/file.gguf"), 1, "no such file"),
+        (("complete", "x", "-m", "smollm2-135n"), 1, "smollm2-135m"),
+        (("complete", "x", "--temperature", "hot"), 2, "temperature"),
+        (("nonsense",), 2, "No such command"),
+        (("inspect", "/"), 1, "directory"),
+        (("pull", "nonsense"), 1, "nonsense"),
+        (("complete", "x", "--socket", "/no/such.sock"), 1, NO_SOCKET),
+        (("top", "--once", "--socket", "/no/such.sock"), 1, NO_SOCKET),
+        (("chat", "-m", "/no/such/file.gguf"), 1, "no such file"),
+        (("chat", "--socket", "/no/such.sock"), 1, NO_SOCKET),
     ],
 )
-def test_an_error_is_one_line(args: tuple[str, ...], status: int, message: bytes) -> None:
-    result = run(*args)
-    assert result.returncode == status
-    assert message in result.stderr
-    assert b"Traceback" not in result.stderr
+def test_an_error_is_one_line(
+    command_line: CommandLine, args: tuple[str, ...], status: int, message: str
+) -> None:
+    ended = command_line(*args)
+    assert ended.status == status
+    assert message in ended.err
+    assert "Traceback" not in ended.err
     if status == 1:
-        assert len(result.stderr.splitlines()) == 1
+        assert len(ended.err.splitlines()) == 1
+        assert ended.err.startswith("error: ")
 
 
 def test_a_prompt_that_is_no_text_is_one_line(tiny_model: TinyModels) -> None:
@@ -97,7 +103,7 @@ def test_ctrl_c_stops_at_once_with_130(tiny_model: TinyModels) -> None:
 
 
 def test_ctrl_c_stops_a_plain_loop_of_bench(
-    tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command_line: CommandLine, tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole_run = RawLoop.run
     endings: list[str] = []
@@ -113,13 +119,10 @@ def test_ctrl_c_stops_a_plain_loop_of_bench(
         return speed
 
     monkeypatch.setattr(RawLoop, "run", interrupted)
-    command = ("bench", str(tiny_model("attention")), "-c", "8", "--tokens", "512")
-    monkeypatch.setattr(sys, "argv", ["llamad-trio", *command])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 130
+    ended = command_line("bench", str(tiny_model("attention")), "-c", "8", "--tokens", "512")
+    assert ended.status == 130
     assert endings == ["aborted"]
-    assert capsys.readouterr().err.strip() == "measuring 8 at once"
+    assert ended.err.strip() == "measuring 8 at once"
 
 
 @pytest.mark.parametrize("start", ["module", "script"])
@@ -161,18 +164,17 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny_model: TinyModels) -> None:
     assert errors == b""
 
 
-def test_inspect_tells_what_a_file_is(tiny_model: TinyModels) -> None:
+def test_inspect_tells_what_a_file_is(command_line: CommandLine, tiny_model: TinyModels) -> None:
     path = tiny_model("hybrid")
-    info = json.loads(run("inspect", str(path), "--json").stdout)
+    info = json.loads(command_line("inspect", str(path), "--json").out)
     assert info["architecture"] == "lfm2"
     assert info["can_rewind"] is False
     assert info["file_bytes"] == path.stat().st_size
-    table = run("inspect", str(path)).stdout.decode()
-    assert info["identity"] in table
-    assert run("inspect", str(path), "--template").stdout.decode().strip()
+    assert info["identity"] in command_line("inspect", str(path)).out
+    assert command_line("inspect", str(path), "--template").out.strip()
 
 
-def test_bench_reports_ratios(tiny_model: TinyModels) -> None:
+def test_bench_reports_ratios(command_line: CommandLine, tiny_model: TinyModels) -> None:
     args = (
         "--json",
         "-c",
@@ -186,7 +188,7 @@ def test_bench_reports_ratios(tiny_model: TinyModels) -> None:
         "--pairs",
         "1",
     )
-    report = json.loads(run("bench", str(tiny_model("attention")), *args).stdout)
+    report = json.loads(command_line("bench", str(tiny_model("attention")), *args).out)
     assert [row["concurrency"] for row in report["rows"]] == [1, 2]
     for row in report["rows"]:
         assert row["decode_ratio"] > 0
@@ -194,9 +196,11 @@ def test_bench_reports_ratios(tiny_model: TinyModels) -> None:
         assert row["ttft_s"] > 0
 
 
-def test_bench_tells_what_reusing_a_prefix_is_worth(tiny_model: TinyModels) -> None:
+def test_bench_tells_what_reusing_a_prefix_is_worth(
+    command_line: CommandLine, tiny_model: TinyModels
+) -> None:
     args = ("--prefix", "--json", "--prompt-tokens", "64", "--pairs", "1")
-    report = json.loads(run("bench", str(tiny_model("attention")), *args).stdout)
+    report = json.loads(command_line("bench", str(tiny_model("attention")), *args).out)
     reused = {row["case"]: row["cached_tokens"] for row in report["rows"]}
     assert reused == {
         "cold": 0,
@@ -208,11 +212,11 @@ def test_bench_tells_what_reusing_a_prefix_is_worth(tiny_model: TinyModels) -> N
     }
 
 
-def test_help_and_import_load_neither_trio_nor_llama_cpp() -> None:
+def test_help_and_import_load_neither_trio_nor_llama_cpp(command_line: CommandLine) -> None:
     code = (
         "import sys, llamad_trio, llamad_trio.cli\n"
         "print([m for m in ('trio', 'llama_cpp', 'numpy') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert result.stdout.strip() == b"[]"
-    assert b"complete" in run("--help").stdout
+    assert "complete" in command_line("--help").out

@@ -10,7 +10,7 @@ import trio
 
 from llamad_trio import EngineConfig
 from llamad_trio.memory import estimate_memory
-from tests.cli.test_commands import run
+from tests.cli.test_commands import CommandLine
 from tests.models import TinyModels
 
 
@@ -19,10 +19,13 @@ from tests.models import TinyModels
     [((), {}), (("--n-ctx", "999", "--n-slots", "9"), {"n_ctx": 999, "n_slots": 9})],
 )
 def test_inspect_tells_the_estimate_for_a_config(
-    tiny_model: TinyModels, options: tuple[str, ...], fields: dict[str, Any]
+    command_line: CommandLine,
+    tiny_model: TinyModels,
+    options: tuple[str, ...],
+    fields: dict[str, Any],
 ) -> None:
     path = tiny_model("hybrid")
-    told = json.loads(run("inspect", str(path), "--json", *options).stdout)["memory"]
+    told = json.loads(command_line("inspect", str(path), "--json", *options).out)["memory"]
     found = trio.run(estimate_memory, path, EngineConfig(n_threads=1, **fields))
     assert told.pop("total_bytes") == found.total_bytes == sum(told.values())
     assert told == {
@@ -33,16 +36,21 @@ def test_inspect_tells_the_estimate_for_a_config(
     }
 
 
-def test_the_table_says_for_what_the_memory_is(tiny_model: TinyModels) -> None:
+def test_the_table_says_for_what_the_memory_is(
+    command_line: CommandLine, tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(tiny_model("attention"))
-    table = run("inspect", path, "--n-slots", "7", LLAMAD_N_CTX="1500").stdout.decode()
+    by_default = command_line("inspect", path).out
+    assert "2,048 tokens in the pool and 4 slots" in by_default  # what it was trained for
+    monkeypatch.setenv("LLAMAD_N_CTX", "1500")
+    table = command_line("inspect", path, "--n-slots", "7").out
     (line,) = [line for line in table.splitlines() if line.startswith("memory ")]
     assert "1,500 tokens" in line
     assert "7 slots" in line
-    by_default = run("inspect", path).stdout.decode()
-    assert "2,048 tokens in the pool and 4 slots" in by_default  # what it was trained for
 
 
 @pytest.mark.parametrize("option", ["--n-ctx", "--n-slots"])
-def test_a_number_that_makes_no_sense_is_wrong_usage(tiny_model: TinyModels, option: str) -> None:
-    assert run("inspect", str(tiny_model("attention")), option, "0").returncode == 2
+def test_a_number_that_makes_no_sense_is_wrong_usage(
+    command_line: CommandLine, tiny_model: TinyModels, option: str
+) -> None:
+    assert command_line("inspect", str(tiny_model("attention")), option, "0").status == 2

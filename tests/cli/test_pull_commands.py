@@ -74,15 +74,15 @@ def run(command: click.Command, *arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("arguments", [(), ("tiny",)])
-def test_pull_prints_the_path_alone_on_stdout(tiny: Path, arguments: tuple[str, ...]) -> None:
+def test_pull_prints_the_path_alone_on_stdout_and_its_phases_on_stderr(
+    tiny: Path, arguments: tuple[str, ...]
+) -> None:
     result = run(pull_command, *arguments)
     assert (result.exit_code, result.stdout) == (0, f"{tiny}\n")
+    assert result.stderr.splitlines() == ["tiny: downloading", "tiny: verifying"]
     assert tiny.read_bytes() == CONTENT
-
-
-def test_pull_tells_its_phases_on_stderr(tiny: Path) -> None:
-    assert run(pull_command).stderr.splitlines() == ["tiny: downloading", "tiny: verifying"]
-    assert run(pull_command).stderr == ""
+    again = run(pull_command, *arguments)
+    assert (again.stdout, again.stderr) == (f"{tiny}\n", "")
 
 
 def test_pull_verify_repairs_an_installed_model(tiny: Path) -> None:

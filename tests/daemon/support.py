@@ -163,6 +163,8 @@ class Daemon:
     process: subprocess.Popen[bytes]
     path: Path
     log_path: Path
+    manager: socket.socket | None = None
+    """Where it sends its notices, if somebody listens."""
 
     @property
     def log(self) -> str:
@@ -181,6 +183,11 @@ class Daemon:
     def wait(self, timeout_s: float = HANG_S) -> int:
         """Its exit status."""
         return self.process.wait(timeout_s)
+
+    def notice(self) -> bytes:
+        """The next thing it tells its service manager; `running_daemon` has had READY=1."""
+        assert self.manager is not None
+        return self.manager.recv(100)
 
     def connect(self) -> socket.socket:
         """A connection; it gives up after `HANG_S`."""
@@ -265,10 +272,11 @@ def running_daemon(
             pass_fds=pass_fds,
             env={**os.environ, "LLAMAD_N_THREADS": "1", "NOTIFY_SOCKET": str(ready), **env},
         )
-        daemon = Daemon(process, path, log_path)
+        daemon = Daemon(process, path, log_path, manager)
         try:
             if is_ready:
                 _await_ready(daemon, manager)
+            manager.settimeout(HANG_S)
             yield daemon
         finally:
             process.kill()

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 
 from llamad_trio import isolation
@@ -230,13 +231,11 @@ def llamad(*arguments: str | Path, stdin: bytes = b"", status: int = 0) -> bytes
 def test_complete_asks_a_daemon(daemon: Daemon) -> None:
     flags = ("--max-tokens", "20", "--temperature", "0")
     expected = daemon.reply(ASKED)
-    told = llamad("complete", "the cat", "--socket", daemon.path, *flags).decode()
-    assert told == expected["text"] + "\n"
     as_json = json.loads(llamad("complete", "the cat", "--socket", daemon.path, "--json", *flags))
     assert expected.items() <= as_json.items()
     assert as_json["finish_reason"] == "length"
     piped = llamad("complete", "--socket", daemon.path, *flags, stdin=b"the cat").decode()
-    assert piped == told
+    assert piped == expected["text"] + "\n"
 
 
 def test_top_tells_what_a_daemon_is_doing(daemon: Daemon) -> None:
@@ -251,19 +250,6 @@ def test_top_tells_what_a_daemon_is_doing(daemon: Daemon) -> None:
     assert model["stats"]["kv_used_tokens"] > 0
     assert model["config"]["n_slots"] == 4
     wait_for(daemon.is_idle)
-
-
-@pytest.mark.parametrize("command", [("complete", "x"), ("top", "--once")])
-def test_without_a_daemon_clients_say_so_in_one_line(command: tuple[str, ...], sock: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "llamad_trio", *command, "--socket", str(sock)],
-        capture_output=True,
-        timeout=HANG_S,
-        check=False,
-        cwd=ROOT,
-    )
-    assert result.returncode == 1
-    assert_one_line(result.stderr, str(sock), "no such socket")
 
 
 # -- clients that are killed --------------------------------------------------------------------------
@@ -405,6 +391,7 @@ def test_a_signal_ends_it_in_order_in_the_midst_of_everything(
         waiting.sendall(as_line({**LONG, "id": 1}))
         wait_for(lambda: daemon.stats()["queued"] == 1)
         daemon.signal(number)
+        assert daemon.notice() == b"STOPPING=1"
         assert daemon.wait() == 0
         assert not is_there(sock)
         assert not is_there(sock.with_name(f"{sock.name}.lock"))
@@ -421,8 +408,7 @@ def test_a_signal_in_the_midst_of_the_load_ends_it_in_order(
     config = tmp_path / "many.toml"
     config.write_text("".join(table(f"m{n}", model) for n in range(100)))
     with running_daemon(sock, "--config", config, is_ready=False) as daemon:
-        maps = Path(f"/proc/{daemon.pid}/maps")
-        wait_for(lambda: model.name in maps.read_text())  # the first of them
+        wait_for(lambda: "is ready" in daemon.log)  # the first of them
         daemon.signal(number)
         assert daemon.wait() == 0
         assert "listening" not in daemon.log
@@ -438,7 +424,15 @@ def ended_within(daemon: Daemon, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("numbers", [(2, 2), (15, 15), (2, 15), (15, 2)])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (2, 15),
+        (15, 2),
+        pytest.param((2, 2), marks=pytest.mark.slow),
+        pytest.param((15, 15), marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_signal_does_no_more_than_the_first(
     sock: Path, model: Path, numbers: tuple[int, int]
 ) -> None:
@@ -519,7 +513,7 @@ def table(name: str, path: Path, **fields: int | str) -> str:
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> Path:
     path = tmp_path / "daemon.toml"
-    path.write_text(table("stays", model, n_ctx=100_000) + table("goes", model))
+    path.write_text(table("stays", model, n_ctx=100_000) + table("goes", model, n_ctx=100_000))
     return path
 
 
@@ -532,7 +526,7 @@ def test_sighup_adds_removes_and_replaces_models_and_leaves_the_rest_alone(
 ) -> None:
     with running_daemon(sock, "--config", config) as daemon, daemon.connect() as leaving:
         assert names(daemon) == ["stays", "goes"]
-        leaving.sendall(as_line({**LONG, "model": "goes", "max_tokens": 3000}))
+        leaving.sendall(as_line({**LONG, "model": "goes"}))
         with streaming(daemon, model="stays") as stream:
             wait_for(lambda: daemon.stats("goes")["slots"]["free"] < 4)
             config.write_text(table("comes", model) + table("stays", model, n_ctx=100_000))
@@ -568,7 +562,7 @@ def has_errors(daemon: Daemon, n: int) -> bool:
     return len(errors(daemon)) == n
 
 
-def test_sighup_with_a_bad_file_changes_nothing_and_says_why(
+def test_sighup_with_a_bad_file_changes_nothing_says_why_and_does_not_hold_up_the_end(
     sock: Path, config: Path, model: Path
 ) -> None:
     broken = config.parent / "broken.gguf"
@@ -600,6 +594,13 @@ def test_sighup_with_a_bad_file_changes_nothing_and_says_why(
         daemon.signal(signal.SIGHUP)
         wait_for(lambda: names(daemon) == ["comes"])
         assert daemon.reply(ASKED)["generated_tokens"] == 20
+        # A file that nobody writes does not hold up the end.
+        config.unlink()
+        os.mkfifo(config)
+        daemon.signal(signal.SIGHUP)
+        assert daemon.reply({"op": "ping"}) == {"pong": True}
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
 
 
 def test_sighup_while_it_starts_counts_when_it_has_started(
@@ -635,16 +636,6 @@ def test_sighup_tries_failed_models_again(sock: Path, model: Path, tmp_path: Pat
         wait_for(lambda: state() != "failed")
 
 
-def test_a_file_that_nobody_writes_does_not_hold_up_the_end(sock: Path, config: Path) -> None:
-    with running_daemon(sock, "--config", config) as daemon:
-        config.unlink()
-        os.mkfifo(config)
-        daemon.signal(signal.SIGHUP)
-        assert daemon.reply({"op": "ping"}) == {"pong": True}
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0
-
-
 def test_sighup_without_a_file_changes_nothing(daemon: Daemon) -> None:
     with streaming(daemon) as stream:
         daemon.signal(signal.SIGHUP)
@@ -663,32 +654,10 @@ ACTIVATE = (
 )
 
 
-def test_a_socket_of_systemd_is_listened_on_and_left_there(sock: Path, model: Path) -> None:
+def test_a_socket_of_systemd_is_listened_on_for_all_who_came_early_and_left_there(
+    sock: Path, model: Path
+) -> None:
     named = sock.with_name("named.sock")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(sock))
-        listener.listen()
-        fd = listener.fileno()
-        command = (
-            sys.executable,
-            "-c",
-            ACTIVATE,
-            str(fd),
-            "-m",
-            "llamad_trio",
-            "serve",
-            str(model),
-        )
-        with running_daemon(named, command=command, pass_fds=[fd]) as started:
-            daemon = Daemon(started.process, sock, started.log_path)
-            assert not is_there(named)
-            assert daemon.reply(ASKED)["generated_tokens"] == 20
-            daemon.signal(signal.SIGTERM)
-            assert daemon.wait() == 0
-    assert is_there(sock)
-
-
-def test_clients_that_were_there_before_it_was_ready_are_answered(sock: Path, model: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as early:
         listener.bind(str(sock))
         listener.listen()
@@ -696,35 +665,16 @@ def test_clients_that_were_there_before_it_was_ready_are_answered(sock: Path, mo
         early.connect(str(sock))
         early.sendall(as_line(ASKED))
         fd = listener.fileno()
-        command = (
-            sys.executable,
-            "-c",
-            ACTIVATE,
-            str(fd),
-            "-m",
-            "llamad_trio",
-            "serve",
-            str(model),
-        )
-        with running_daemon(sock.with_name("n"), command=command, pass_fds=[fd], is_ready=False):
+        serve = ("-m", "llamad_trio", "serve", str(model))
+        command = (sys.executable, "-c", ACTIVATE, str(fd), *serve)
+        with running_daemon(named, command=command, pass_fds=[fd]) as started:
+            daemon = attrs.evolve(started, path=sock)
+            assert not is_there(named)
             assert Stream(early).reply()["generated_tokens"] == 20
-
-
-def test_it_tells_that_it_is_ready_when_it_is_and_that_it_stops(sock: Path, model: Path) -> None:
-    # `running_daemon` has seen READY=1; here is the rest.
-    manager_path = sock.with_name("manager")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(manager_path))
-        manager.settimeout(HANG_S)
-        with running_daemon(
-            sock, model, is_ready=False, env={"NOTIFY_SOCKET": str(manager_path)}
-        ) as daemon:
-            assert not is_there(sock)
-            assert manager.recv(100) == b"READY=1"
-            assert daemon.reply({"op": "ping"}) == {"pong": True}
+            assert daemon.reply(ASKED)["generated_tokens"] == 20
             daemon.signal(signal.SIGTERM)
-            assert manager.recv(100) == b"STOPPING=1"
             assert daemon.wait() == 0
+    assert is_there(sock)
 
 
 # -- several at once ----------------------------------------------------------------------------------

@@ -507,11 +507,7 @@ async def outcome(path: Path, name: str, reply: bytes) -> object:
             return error
 
 
-@settings(max_examples=150)
-@given(data=st.data())
-async def test_a_reply_with_a_wrong_part_is_a_result_or_an_error_of_ours(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+async def answer_with_a_wrong_part(path: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(QUESTIONS)))
     lines = [*REPLIES[name]]
     if data.draw(st.booleans()):
@@ -519,8 +515,24 @@ async def test_a_reply_with_a_wrong_part_is_a_result_or_an_error_of_ours(
     n = data.draw(st.integers(0, len(lines) - 1))
     place = data.draw(st.sampled_from([(), *places(lines[n])]))
     lines[n] = replaced(lines[n], place, data.draw(json_values))
-    path = tmp_path_factory.getbasetemp() / "fuzz.sock"
     check_result(name, await outcome(path, name, as_lines(*lines)))
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+async def test_a_reply_with_a_wrong_part_is_a_result_or_an_error_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    await answer_with_a_wrong_part(tmp_path_factory.getbasetemp() / "fuzz.sock", data)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(data=st.data())
+async def test_1500_replies_with_a_wrong_part_are_results_or_errors_of_ours(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    await answer_with_a_wrong_part(tmp_path_factory.getbasetemp() / "fuzz.sock", data)
 
 
 @settings(max_examples=60)

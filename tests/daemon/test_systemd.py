@@ -11,38 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llamad_trio.actors.systemd import inherited_listener, notify
-from llamad_trio.core.errors import SocketUnavailable
+from llamad_trio.actors.systemd import notify
+from tests.daemon.systemd_process import VARIABLES, report_inherited
 
 ROOT = Path(__file__).parents[2]
-
-VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
-
-
-def report_inherited(*variables: str) -> None:
-    """Print what is inherited.  `PID` in a variable stands for this process's number."""
-    for variable in variables:
-        name, _, value = variable.partition("=")
-        os.environ[name] = value.replace("PID", str(os.getpid()))
-    try:
-        sock = inherited_listener()
-    except SocketUnavailable as error:
-        print(error.path, error.reason, sep=": ")
-    else:
-        print(sock and sock.getsockname())
-        if sock is not None:
-            print(sock.fileno(), sock.get_inheritable())
-            sock.settimeout(10)
-            sock.accept()[0].sendall(b"hello")
-    print("left:", *(name for name in VARIABLES if name in os.environ))
-    print("inheritable:", *(fd for fd in (3, 4) if _is_inheritable(fd)))
-
-
-def _is_inheritable(fd: int) -> bool:
-    try:
-        return os.get_inheritable(fd)
-    except OSError:
-        return False
 
 
 def start(variables: tuple[str, ...], *handed_over: int) -> subprocess.Popen[str]:
@@ -56,7 +28,7 @@ def start(variables: tuple[str, ...], *handed_over: int) -> subprocess.Popen[str
         for i, fd in enumerate(high):
             os.dup2(fd, 3 + i)
             os.close(fd)
-        code = "import sys; from {__name__} import report_inherited as f; f(*sys.argv[1:])"
+        code = "import sys; from {report_inherited.__module__} import report_inherited as f; f(*sys.argv[1:])"
         os.execv(sys.executable, [sys.executable, "-c", code, *sys.argv[2:]])
     """
     return subprocess.Popen(

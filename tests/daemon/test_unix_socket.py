@@ -6,12 +6,10 @@ import errno
 import fcntl
 import os
 import select
-import signal
 import socket
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,12 +27,20 @@ from llamad_trio.actors.unix_socket import (
     peer_is_trusted,
 )
 from llamad_trio.core.errors import SocketUnavailable
+from tests.daemon.socket_processes import (
+    connect_and_hold,
+    listen_for_ever,
+    open_once,
+    race,
+    report_every_call,
+    report_modes,
+    report_refusal_without_rights,
+    report_trust,
+)
 
 ROOT = Path(__file__).parents[2]
 HANG_S = 60
 """Far more than any test takes."""
-
-NOBODY = 65534
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux does this")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -49,8 +55,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def start(function: Callable[..., None], *args: object) -> subprocess.Popen[str]:
-    """Run a function of this module, with its arguments as text, in a new process."""
-    code = f"import sys; from {__name__} import {function.__name__} as f; f(*sys.argv[1:])"
+    """Run a function of `socket_processes`, with its arguments as text, in a new process."""
+    name = function.__name__
+    code = f"import sys; from {function.__module__} import {name} as f; f(*sys.argv[1:])"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],
         cwd=ROOT,
@@ -82,142 +89,6 @@ def running(function: Callable[..., None], *args: object) -> Iterator[subprocess
 def _stream(stream: IO[str] | None) -> IO[str]:
     assert stream is not None
     return stream
-
-
-def listen_for_ever(path: str) -> None:
-    async def main() -> None:
-        async with listening(path):
-            print("ready", flush=True)
-            await trio.sleep_forever()
-
-    trio.run(main)
-
-
-def connect_and_hold(path: str) -> None:
-    """Say something, read nothing, and stay."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(path)
-        sock.send(b"hello")
-        print("ready", flush=True)
-        signal.pause()
-
-
-async def open_once(path: str) -> None:
-    async with listening(path):
-        pass
-
-
-def report_modes(path: str, umask: str, platform: str) -> None:
-    """Print every mode the socket has while it is opened again and again, as a thread sees it."""
-    os.umask(int(umask))
-    sys.platform = platform
-    modes: set[int] = set()
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.is_set():
-            with suppress(FileNotFoundError):
-                modes.add(stat.S_IMODE(os.lstat(path).st_mode))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    while not modes:
-        for _ in range(50):
-            trio.run(open_once, path)
-    ended.set()
-    thread.join()
-    print(*(oct(mode) for mode in modes))
-
-
-def report_every_call(path: str, umask: str, platform: str) -> None:
-    """Print every mode of the socket and every umask there is between any two calls."""
-    os.umask(int(umask))
-    sys.platform = platform
-    modes: set[int] = set()
-    umasks: set[str] = set()
-
-    def look(*_: object) -> None:
-        with suppress(FileNotFoundError):
-            modes.add(stat.S_IMODE(os.lstat(path).st_mode))
-        status = Path("/proc/self/status").read_text()
-        umasks.update(line.split()[1] for line in status.splitlines() if line.startswith("Umask"))
-
-    sys.setprofile(look)
-    trio.run(open_once, path)
-    sys.setprofile(None)
-    print(*(oct(mode) for mode in modes))
-    print(*sorted(umasks))
-    print(oct(os.umask(0)))
-
-
-def race(path: str, n_daemons: str, n_rounds: str) -> None:
-    """Let daemons race over a stale socket; print how many won and why the others did not."""
-    for _ in range(int(n_rounds)):
-        Path(path).unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as stale:
-            stale.bind(path)
-        print(*_one_race(path, int(n_daemons)), sep=";")
-
-
-def _one_race(path: str, n_daemons: int) -> list[str]:
-    start_reader, start_writer = os.pipe()
-    end_reader, end_writer = os.pipe()
-    reports = [os.pipe() for _ in range(n_daemons)]
-    pids = []
-    for _, report in reports:
-        pid = os.fork()
-        if pid == 0:
-            os.close(start_writer)
-            os.close(end_writer)
-            os.read(start_reader, 1)  # all of them are let go at once
-            _take_part(path, report, end_reader)
-            # Without a word to anybody: the winner leaves its socket and its lock behind.
-            os.kill(os.getpid(), signal.SIGKILL)
-        pids.append(pid)
-    os.close(start_writer)
-    said = [os.read(reader, 1000).decode() for reader, _ in reports]
-    os.close(end_writer)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    for fd in (start_reader, end_reader, *(fd for pair in reports for fd in pair)):
-        os.close(fd)
-    return sorted(said)
-
-
-def _take_part(path: str, report: int, end: int) -> None:
-    async def main() -> None:
-        try:
-            async with listening(path):
-                os.write(report, b"won")
-                os.read(end, 1)
-        except SocketUnavailable as error:
-            os.write(report, error.reason.encode())
-            os.read(end, 1)
-
-    trio.run(main)
-
-
-def report_refusal_without_rights(path: str) -> None:
-    if os.geteuid() == 0:
-        os.seteuid(NOBODY)
-    try:
-        trio.run(open_once, path)
-    except SocketUnavailable as error:
-        print(error.reason)
-
-
-def report_trust() -> None:
-    """As root: print whom root trusts, then whom nobody trusts."""
-    roots, _ = pair_of_root = socket.socketpair()
-    os.seteuid(NOBODY)
-    nobodys, _ = pair_of_nobody = socket.socketpair()
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
-    os.seteuid(0)
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
-    os.seteuid(NOBODY + 1)
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
-    for sock in (*pair_of_root, *pair_of_nobody):
-        sock.close()
 
 
 # -- the mode ---------------------------------------------------------------------------------
@@ -434,7 +305,15 @@ def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
 # -- racing -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_daemons", "n_rounds"), [(2, 20), (20, 4)])
+@pytest.mark.parametrize(
+    ("n_daemons", "n_rounds"),
+    [
+        (2, 8),
+        (20, 2),
+        pytest.param(2, 100, marks=pytest.mark.slow),
+        pytest.param(20, 20, marks=pytest.mark.slow),
+    ],
+)
 def test_one_of_several_racing_daemons_wins(path: Path, n_daemons: int, n_rounds: int) -> None:
     refused = ["another daemon is using it"] * (n_daemons - 1)
     rounds = output_of(race, path, n_daemons, n_rounds)

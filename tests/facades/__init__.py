@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,19 +18,20 @@ from unittest.mock import patch
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from llamad_trio import EngineStats
     from llamad_trio.background_run import Opener
 
 __all__ = [
-    "PRELUDE",
     "THREAD_STARTS",
+    "RunScript",
     "dying_of_a_hang",
     "engine_threads",
     "is_idle",
-    "run_script",
+    "running_scripts",
     "scripted",
     "until",
 ]
@@ -135,23 +138,56 @@ def in_child(use):
 """
 
 
-def run_script(script: str, *args: str) -> tuple[int, list[str], str]:
-    """Run a program that begins with `PRELUDE`.
+RunScript = Callable[..., tuple[int, list[str], str]]
+"""Runs a program that begins with `PRELUDE`, with the arguments given behind it.
 
-    Returns:
-        Its exit status, what it wrote, line by line, and to stderr.
+Returns its exit status, what it wrote, line by line, and to stderr.
+"""
+
+_FORKS = f"""
+import json
+while line := sys.stdin.readline():
+    script, args, *outputs = json.loads(line)
+    if pid := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        continue
+    signal.alarm({HANG_S // 2})
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for fd, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY), fd)
+    sys.argv[1:] = args
+    exec(compile(script, "<script>", "exec"))
+    break
+"""
+
+
+@contextmanager
+def running_scripts(folder: Path) -> Iterator[RunScript]:
+    """Programs are forks of one process that has done `PRELUDE`: its imports take a second.
+
+    Each of them is alone in its process, whose main thread it has, and ends as the interpreter
+    does.
+
+    Args:
+        folder: where to write what they print.
     """
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", PRELUDE + textwrap.dedent(script), *args],
+        [sys.executable, "-u", "-c", PRELUDE + _FORKS],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        killer = threading.Timer(HANG_S / 2, process.kill)
-        killer.start()
-        lines = [line.rstrip("\n") for line in process.stdout]
-        status = process.wait()
-        killer.cancel()
-        return status, lines, process.stderr.read()
+        out, err = folder / "out", folder / "err"
+
+        def run_script(script: str, *args: str) -> tuple[int, list[str], str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            out.write_text("")
+            err.write_text("")
+            asked = (textwrap.dedent(script), args, str(out), str(err))
+            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.flush()
+            status = int(process.stdout.readline())
+            return status, out.read_text().splitlines(), err.read_text()
+
+        yield run_script

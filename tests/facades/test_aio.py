@@ -40,7 +40,6 @@ from tests.facades import (
     dying_of_a_hang,
     engine_threads,
     is_idle,
-    run_script,
     scripted,
     until,
 )
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
     from llamad_trio import EngineStats
     from llamad_trio.aio import AsyncEngine
+    from tests.facades import RunScript
     from tests.models import TinyModels
 
 
@@ -555,7 +555,9 @@ def test_engines_and_streams_cannot_be_copied_or_pickled(
     with_engine(aio.open_with(scripted()), use)
 
 
-def test_a_forked_child_hangs_on_nothing_and_leaves_its_parents_loop_alone() -> None:
+def test_a_forked_child_hangs_on_nothing_and_leaves_its_parents_loop_alone(
+    run_script: RunScript,
+) -> None:
     script = """
     import asyncio, trio
     from contextlib import asynccontextmanager
@@ -604,7 +606,7 @@ def test_a_forked_child_hangs_on_nothing_and_leaves_its_parents_loop_alone() -> 
     assert lines == ["closed", *["returns"] * 3, "closed", "returns", "True", "42"]
 
 
-def test_the_interpreter_exits_with_an_engine_left_open() -> None:
+def test_the_interpreter_exits_with_an_engine_left_open(run_script: RunScript) -> None:
     script = """
     import asyncio
     from llamad_trio import aio
@@ -623,13 +625,17 @@ def test_the_interpreter_exits_with_an_engine_left_open() -> None:
     assert (status, lines, errors) == (0, ["exits"], "")
 
 
-def test_ctrl_c_ends_an_asyncio_program() -> None:
+def test_ctrl_c_ends_an_asyncio_program(run_script: RunScript) -> None:
     script = """
     import asyncio
     from llamad_trio import aio
+    async def interrupt(eng):
+        while (await eng.stats()).slots["free"] == 4:
+            await asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
     async def main():
         async with aio.open_with(scripted()) as eng:
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            interrupting = asyncio.create_task(interrupt(eng))
             try:
                 await eng.complete("endless", max_tokens=1_000_000)
             finally:

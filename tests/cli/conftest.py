@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from llamad_trio.__main__ import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Ended(NamedTuple):
+    """How a command has ended: its exit status, and what it wrote."""
+
+    status: object
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """Runs a command in this process: a new one takes a second for its imports."""
+    monkeypatch.setenv("LLAMAD_N_THREADS", "1")
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["llamad-trio", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        return Ended(left.value.code, *capfd.readouterr())
+
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield run
