@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from os import PathLike
 from typing import Any, Generic, Literal, Self, TypeVar, overload
@@ -350,12 +350,24 @@ def _wake(
     loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None], give_up: Callable[[], object]
 ) -> None:
     """In the background thread."""
-    try:
-        loop.call_soon_threadsafe(_set, woken)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-        give_up()
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(_Wake(woken, give_up))
 
 
-def _set(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
+class _Wake:
+    """Wakes who waits for a future; or gives up, if the loop is closed before it does so."""
+
+    _woken: asyncio.Future[None] | None = None
+
+    def __init__(self, woken: asyncio.Future[None], give_up: Callable[[], object]) -> None:
+        self._give_up = give_up
+        self._woken = woken
+
+    def __call__(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+        self._woken = None
+
+    def __del__(self) -> None:
+        if self._woken is not None:
+            self._give_up()

@@ -490,7 +490,8 @@ def test_leaving_the_block_ends_the_calls_of_all_other_tasks(tiny_path: Path) ->
     assert [type(error) for error in asyncio.run(main())] == [EngineClosed] * 10
 
 
-def test_a_loop_closed_in_the_middle_leaves_no_request_behind() -> None:
+@pytest.mark.parametrize("is_woken", [False, True])
+def test_a_loop_closed_in_the_middle_leaves_no_request_behind(is_woken: bool) -> None:
     async def use(eng: AsyncEngine) -> None:
         def in_a_loop() -> None:
             loop = asyncio.new_event_loop()
@@ -500,10 +501,14 @@ def test_a_loop_closed_in_the_middle_leaves_no_request_behind() -> None:
                 loop.create_task(eng.complete_text(ENDLESS, max_tokens=500)),
             ]
             loop.run_until_complete(begun.wait())
+            if is_woken:
+                until(lambda: len(loop._ready) > 0)  # type: ignore[attr-defined]
             loop.close()
+            left.extend(tasks)
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
 
+        left: list[object] = []
         await asyncio.to_thread(in_a_loop)
         # The next piece of the one finds nobody; the other ends, which nobody hears.
         await until_idle(eng)
