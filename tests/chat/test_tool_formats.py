@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -470,10 +471,17 @@ def vocabularies(tool_format: ToolFormat) -> list[Vocabulary]:
     return [Vocabulary(()), Vocabulary((*tool_format.markers, "<think>", "</think>"))]
 
 
-def accepted(grammar: str, tokens: Sequence[int]) -> tuple[int, bool]:
-    """How many tokens the grammar allows, and whether the reply may end behind them."""
+@functools.cache
+def compiled(grammar: str) -> Any:
+    """A matcher at the beginning of a reply."""
     matcher = llguidance.LLMatcher(TOKENIZER, grammar)
     assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepted(grammar: str, tokens: Sequence[int]) -> tuple[int, bool]:
+    """How many tokens the grammar allows, and whether the reply may end behind them."""
+    matcher = compiled(grammar).deep_copy()
     n_tokens = matcher.validate_tokens(list(tokens))
     matcher.consume_tokens(list(tokens[:n_tokens]))
     return n_tokens, matcher.is_accepting()

@@ -393,15 +393,29 @@ def test_a_value_is_described_by_its_types_schema_and_comes_back(
     assert type(made) is type(value)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=case_name)
-@settings(max_examples=15, deadline=None, suppress_health_check=SLOW_TO_DRAW)
-@given(chosen=st.data())
-def test_all_that_a_schema_allows_can_be_structured(kind: object, chosen: st.DataObject) -> None:
+def check_instance(kind: object, chosen: st.DataObject) -> None:
     schema: Any = schema_of(kind)
     data = chosen.draw(instances(schema, schema.get("$defs", {})))
 
     jsonschema.validate(data, schema)
     structure(data, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=case_name)
+@settings(max_examples=7, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@given(chosen=st.data())
+def test_all_that_a_schema_allows_can_be_structured(kind: object, chosen: st.DataObject) -> None:
+    check_instance(kind, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=case_name)
+@settings(max_examples=300, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@given(chosen=st.data())
+def test_all_that_a_schema_allows_can_be_structured_at_length(
+    kind: object, chosen: st.DataObject
+) -> None:
+    check_instance(kind, chosen)
 
 
 def allows(kind: object, text: str) -> bool:

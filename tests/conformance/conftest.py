@@ -6,7 +6,7 @@ import pytest
 
 from llamad_trio import EngineConfig
 from tests.conformance.engines import Opener
-from tests.engine.conftest import no_hang
+from tests.engine.conftest import kept_smollm2, no_hang, smollm2_is_kept
 from tests.engine.support import EXACT, ONE_THREAD
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.conformance.engines import Pair
     from tests.models import TinyModels
 
-__all__ = ["no_hang"]
+__all__ = ["kept_smollm2", "no_hang", "smollm2_is_kept"]
 
 KINDS = ("scripted", "scripted-remote", "tiny", "tiny-remote")
 REAL_KINDS = ("smollm2", "smollm2-remote")
@@ -55,6 +55,7 @@ async def pair(opener: Opener) -> AsyncIterator[Pair]:
 async def real(
     request: pytest.FixtureRequest,
     smollm2_path: Path,
+    smollm2_is_kept: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Pair]:

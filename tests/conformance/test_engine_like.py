@@ -344,7 +344,7 @@ async def test_events_tell_of_failures_with_their_error(pair: Pair) -> None:
 
 async def test_a_reader_of_events_that_lags_is_told_how_many_it_lost(pair: Pair) -> None:
     async with pair.engine.events(max_events=2) as slow:
-        for _ in range(40):
+        for _ in range(15):
             await pair.engine.complete(CAT)
         n_lost, last = 0, 0
         async for event in slow:
@@ -353,7 +353,7 @@ async def test_a_reader_of_events_that_lags_is_told_how_many_it_lost(pair: Pair)
                     n_lost += event.n_lost
                 case RequestFinished():
                     last = event.request_id
-            if last == 40:
+            if last == 15:
                 break
         assert n_lost > 0 or isinstance(pair.engine, RemoteEngine)  # its socket holds many
     for wrong in (0, 1.5, "many"):

@@ -95,7 +95,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefixTree = PrefixMachine.TestCase
-TestPrefixTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixTree.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.slow

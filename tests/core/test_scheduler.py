@@ -605,13 +605,14 @@ def test_where_nothing_is_shared_every_prompt_counts_whole_at_admission() -> Non
 
 @pytest.mark.parametrize("reuse", [Reuse.WHOLE, Reuse.PREFIX])
 @pytest.mark.parametrize("spare", [1, 3, 16])
+@pytest.mark.parametrize("n_rounds", [30, pytest.param(150, marks=pytest.mark.slow)])
 def test_many_rounds_of_conversations_stay_within_the_sequences_there_are(
-    reuse: Reuse, spare: int
+    reuse: Reuse, spare: int, n_rounds: int
 ) -> None:
     random = Random(spare)
     books = CheckedScheduler(n_slots=3, n_seqs=3 + spare, n_ctx=300, reuse=reuse)
     conversations = [[*SHARED[:30], i] for i in range(1, 7)]
-    for _ in range(60):
+    for _ in range(n_rounds):
         turns = {}
         for i in random.sample(range(6), random.randint(1, 4)):
             if len(conversations[i]) > 200:

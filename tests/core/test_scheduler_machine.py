@@ -281,7 +281,7 @@ def run(machine: type[SchedulerMachine], *, n_examples: int, n_steps: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("machine", "n_examples"), [(NothingMachine, 25), (WholeMachine, 30), (PrefixMachine, 40)]
+    ("machine", "n_examples"), [(NothingMachine, 15), (WholeMachine, 20), (PrefixMachine, 25)]
 )
 def test_every_history_keeps_every_promise(
     machine: type[SchedulerMachine], n_examples: int

@@ -6,13 +6,15 @@ import pytest
 import trio
 
 from llamad_trio import open_engine
+from llamad_trio.llama import runtime as runtime_module
+from llamad_trio.llama.model import Model
 from tests.engine.support import EXACT, ONE_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from llamad_trio import Engine
+    from llamad_trio import Engine, EngineConfig
     from tests.models import TinyModels
 
 HANG_S = 120
@@ -31,10 +33,39 @@ async def no_hang() -> AsyncIterator[None]:
         nursery.cancel_scope.cancel()
 
 
+class KeptModel(Model):
+    """A model that outlives its engines: whoever keeps it frees it."""
+
+    def close(self) -> None:
+        """Leave the weights."""
+
+    def free(self) -> None:
+        """Free the weights."""
+        super().close()
+
+
+@pytest.fixture(scope="session")
+def kept_smollm2(smollm2_path: Path) -> Iterator[KeptModel]:
+    """SmolLM2, which takes longer to load than most tests take to use it."""
+    model = KeptModel(smollm2_path, ONE_THREAD, lambda _: True)
+    yield model
+    model.free()
+
+
 @pytest.fixture
-async def engine(smollm2_path: Path) -> AsyncIterator[Engine]:
+def smollm2_is_kept(kept_smollm2: KeptModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of SmolLM2 share one model: each has its own context, and nothing to load."""
+
+    def load(path: Path, config: EngineConfig, on_progress: Callable[[float], bool]) -> Model:
+        return kept_smollm2 if path == kept_smollm2.path else Model(path, config, on_progress)
+
+    monkeypatch.setattr(runtime_module, "Model", load)
+
+
+@pytest.fixture
+async def engine(smollm2_path: Path, smollm2_is_kept: None) -> AsyncIterator[Engine]:
     """SmolLM2, with the settings of nobody's environment."""
-    async with open_engine(smollm2_path, ONE_THREAD) as engine:
+    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=1024) as engine:
         yield engine
 
 

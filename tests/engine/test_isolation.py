@@ -140,16 +140,18 @@ async def isolated_child(before: set[int]) -> int:
 # -- as an engine -------------------------------------------------------------------------
 
 
-async def test_it_says_what_the_engine_of_this_process_says(tiny: Engine, tiny_path: Path) -> None:
-    async with open_engine(tiny_path, EXACT, isolation="process", n_ctx=8192) as engine:
-        assert isinstance(engine, RemoteEngine)
-        assert engine.info == tiny.info
-        assert engine.config == tiny.config
-        here = await tiny.complete("the cat", temperature=0, max_tokens=24)
-        there = await engine.complete("the cat", temperature=0, max_tokens=24)
-        assert (there.text, there.generated_tokens) == (here.text, here.generated_tokens)
-        async with engine.stream("the cat", temperature=0, max_tokens=24) as pieces:
-            assert "".join([piece async for piece in pieces]) == here.text
+async def test_it_behaves_as_the_engine_of_this_process(tiny: Engine, tiny_path: Path) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with open_engine(tiny_path, EXACT, isolation="process", n_ctx=8192) as engine:
+            assert isinstance(engine, RemoteEngine)
+            assert engine.info == tiny.info
+            assert engine.config == tiny.config
+            here = await tiny.complete("the cat", temperature=0, max_tokens=24)
+            there = await engine.complete("the cat", temperature=0, max_tokens=24)
+            assert (there.text, there.generated_tokens) == (here.text, here.generated_tokens)
+            async with engine.stream("the cat", temperature=0, max_tokens=24) as pieces:
+                assert "".join([piece async for piece in pieces]) == here.text
+            raise KeyError("mine")
     with pytest.raises(EngineClosed):
         await engine.complete("x")
 
@@ -179,36 +181,32 @@ async def test_a_cancelled_load_leaves_nothing(tiny_path: Path) -> None:
                 await trio.sleep_forever()
 
 
-async def test_a_cancelled_request_frees_its_slot(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_slots=1) as engine:
-        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
-            await pieces.receive()
-        assert (await engine.complete("y", max_tokens=3)).generated_tokens == 3
-
-
-async def test_a_body_error_comes_out_as_itself(tiny_path: Path) -> None:
-    with pytest.raises(KeyError):
-        async with open_engine(tiny_path, ONE_THREAD, isolation="process"):
-            raise KeyError("mine")
-
-
 # -- when it ends ----------------------------------------------------------------------------
 
 
-async def test_a_killed_process_is_an_error_of_block_and_request(tiny_path: Path) -> None:
+async def test_a_killed_process_is_an_error_of_block_and_request_and_ends_the_events(
+    tiny_path: Path,
+) -> None:
+    watcher = Watcher()
     before = set(children())
-    with pytest.raises(EngineCrashed) as caught:
-        async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-            async with engine.stream("x", max_tokens=ENDLESS) as pieces:
-                await pieces.receive()
-                os.kill(await isolated_child(before), signal.SIGKILL)
-                with pytest.raises(EngineCrashed) as of_request:
-                    async for _ in pieces:
-                        pass
-                assert of_request.value.status == -signal.SIGKILL
-                assert not engine.is_open
-            await trio.sleep_forever()
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(EngineCrashed) as caught:
+            async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
+                await nursery.start(watcher.run, engine)
+                async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+                    await pieces.receive()
+                    await until(lambda: bool(watcher.all(FirstToken)))
+                    os.kill(await isolated_child(before), signal.SIGKILL)
+                    with pytest.raises(EngineCrashed) as of_request:
+                        async for _ in pieces:
+                            pass
+                    assert of_request.value.status == -signal.SIGKILL
+                    assert not engine.is_open
+                await trio.sleep_forever()
     assert caught.value.status == -signal.SIGKILL
+    (failed,) = watcher.all(RequestFailed)
+    assert isinstance(failed.error, EngineCrashed)
+    assert isinstance(watcher.events[-1], EngineStopped)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +310,10 @@ async def test_a_request_to_a_process_that_has_just_ended_says_so(tiny_path: Pat
             await trio.sleep_forever()
 
 
-async def test_a_request_ends_though_another_process_holds_its_connection(
+async def test_however_a_connection_ends_its_slot_is_free_and_the_engine_goes_on(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
     connect = isolation_module._Child.connect
     held: list[int] = []
 
@@ -324,19 +323,34 @@ async def test_a_request_ends_though_another_process_holds_its_connection(
         return stream
 
     async with open_engine(tiny_path, ONE_THREAD, isolation="process", n_slots=1) as engine:
-        monkeypatch.setattr(isolation_module._Child, "connect", connect_and_hold)
-        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
-            await pieces.receive()
-        assert (await engine.complete("y", max_tokens=2)).generated_tokens == 2
+
+        async def leave_a_stream() -> None:
+            async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+                await pieces.receive()
+            assert (await engine.complete("y", max_tokens=2)).generated_tokens == 2
+
+        await leave_a_stream()
+        with monkeypatch.context() as patched:
+            patched.setattr(isolation_module._Child, "connect", connect_and_hold)
+            await leave_a_stream()
+        with monkeypatch.context() as patched:
+            # As when the other side has no descriptor left to take it.
+            patched.setattr(handover_module, "_as_bytes", lambda _: b"")
+            with pytest.raises(Disconnected):
+                await engine.complete("x")
+        await leave_a_stream()
         for fd in held:
             os.close(fd)
 
 
-async def test_a_stream_that_nobody_reads_does_not_hold_up_the_end(tiny_path: Path) -> None:
+async def test_a_stream_that_nobody_reads_does_not_hold_up_the_end(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 2 * HANG_S)
     specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
     async with open_models(specs) as models, models.stream("x", max_tokens=ENDLESS) as pieces:
         await pieces.receive()
-        with trio.fail_after(isolation_module.GRACE_S):
+        with trio.fail_after(HANG_S):
             await models.unload("a")
         with pytest.raises(EngineClosed):
             await pieces.result()
@@ -427,18 +441,13 @@ async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
     os.kill(fork, signal.SIGKILL)
 
 
-async def test_it_imports_what_this_process_imports(
+async def test_it_imports_what_this_process_imports_and_loads_names_that_are_no_text(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "queue.py").write_text("raise SystemExit('the wrong queue')")
-    monkeypatch.chdir(tmp_path)
-    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
-
-
-async def test_names_that_are_no_text_are_found(tiny_path: Path, tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.gguf")
     os.link(tiny_path, path)
+    monkeypatch.chdir(tmp_path)
     async with open_engine(path, ONE_THREAD, isolation="process") as engine:
         assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
 
@@ -460,8 +469,7 @@ async def test_it_computes_with_the_threads_of_its_lane_and_they_count(
 ) -> None:
     many = Lane(threads=physical_cores() + 1)
     config = EngineConfig(lane=Lane(threads=1))
-    async with open_engine(tiny_path, config, isolation="process") as engine:
-        assert engine.config.n_threads == 1
+    async with open_engine(tiny_path, config):
         assert not [r for r in caplog.records if "threads on" in r.getMessage()]
         async with open_engine(tiny_path, isolation="process", lane=many) as other:
             assert other.config.n_threads == physical_cores() + 1
@@ -470,12 +478,13 @@ async def test_it_computes_with_the_threads_of_its_lane_and_they_count(
 
 
 async def test_a_load_that_is_given_up_is_not_waited_for(
-    child_of: Callable[[str], None], tmp_path: Path
+    child_of: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(isolation_module, "GRACE_S", 2 * HANG_S)
     child_of("import time; time.sleep(60)")
     async with open_models({"a": EngineSpec(tmp_path, isolation="process")}) as models:
         await until(lambda: models.state("a") == "loading" and bool(children()))
-        with trio.fail_after(isolation_module.GRACE_S / 2):
+        with trio.fail_after(HANG_S):
             await models.unload("a")
 
 
@@ -502,41 +511,40 @@ async def test_without_descriptors_it_is_a_typed_error_and_the_engine_goes_on(
         assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
 
 
-async def test_a_connection_that_ends_early_does_not_end_the_engine(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
-    async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-        with monkeypatch.context() as patched:
-            # As when the other side has no descriptor left to take it.
-            patched.setattr(handover_module, "_as_bytes", lambda _: b"")
-            with pytest.raises(Disconnected):
-                await engine.complete("x")
-        assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
-
-
 # -- supervised ----------------------------------------------------------------------------
 
 
-async def test_a_crash_is_one_models_affair_and_it_comes_back(tiny_path: Path) -> None:
+async def test_a_crash_is_one_models_affair_its_events_tell_of_it_and_it_comes_back(
+    tiny_path: Path,
+) -> None:
+    watcher = Watcher()
     specs = {
         "apart": EngineSpec(tiny_path, ONE_THREAD, isolation="process"),
         "here": EngineSpec(tiny_path, ONE_THREAD),
     }
     policy = RestartPolicy(first_delay_s=0.01)
     before = set(children())
-    async with open_models(specs, restart=policy) as models:
-        await models.wait_ready("apart")
-        pid = await isolated_child(before)
+    async with trio.open_nursery() as nursery, open_models(specs, restart=policy) as models:
+        await nursery.start(watcher.run, models["apart"])
         async with models["here"].stream("x", max_tokens=ENDLESS) as beside:
             with pytest.raises(EngineCrashed):
                 async with models["apart"].stream("x", max_tokens=ENDLESS) as pieces:
                     await pieces.receive()
-                    os.kill(pid, signal.SIGKILL)
+                    await until(lambda: bool(watcher.all(FirstToken)))
+                    os.kill(await isolated_child(before), signal.SIGKILL)
                     await pieces.result()
             done = await models["apart"].complete("x", max_tokens=3)
             assert done.generated_tokens == 3
             await beside.receive()
+        await until(lambda: bool(watcher.all(RequestFinished)))
+    (failed,) = watcher.all(RequestFailed)
+    assert isinstance(failed.error, EngineCrashed)
+    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
+    assert told == [
+        *("EngineLoaded", "RequestQueued", "RequestStarted", "FirstToken"),
+        *("RequestFailed", "EngineStopped", "EngineFailed", "EngineLoaded", "EngineRestarted"),
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped"),
+    ]
 
 
 @pytest.mark.parametrize("isolation", [None, "process"])
@@ -607,41 +615,14 @@ async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
         open_engine(tiny_path, ONE_THREAD, isolation=isolation) as engine,
     ):
         await nursery.start(watcher.run, engine)
-        async with engine.stream("x", max_tokens=ENDLESS) as pieces:
+        async with engine.events() as late, engine.stream("x", max_tokens=ENDLESS) as pieces:
             await pieces.receive()
+            assert isinstance(await late.receive(), RequestQueued)
         await until(lambda: bool(watcher.all(RequestCancelled)))
     told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
     assert told == [
         *("RequestQueued", "RequestStarted", "FirstToken", "RequestCancelled", "EngineStopped")
     ]
-
-
-async def test_no_reader_comes_too_early_for_its_events(tiny_path: Path) -> None:
-    async with (
-        open_engine(tiny_path, ONE_THREAD, isolation="process") as engine,
-        engine.events() as events,
-    ):
-        await engine.complete("x", max_tokens=2)
-        assert isinstance(await events.receive(), RequestQueued)
-
-
-async def test_a_crash_is_the_end_of_the_events_of_an_engine_that_was_opened_alone(
-    tiny_path: Path,
-) -> None:
-    watcher = Watcher()
-    before = set(children())
-    async with trio.open_nursery() as nursery:
-        with pytest.raises(EngineCrashed):
-            async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-                await nursery.start(watcher.run, engine)
-                async with engine.stream("x", max_tokens=ENDLESS) as pieces:
-                    await pieces.receive()
-                    await until(lambda: bool(watcher.all(FirstToken)))
-                    os.kill(await isolated_child(before), signal.SIGKILL)
-                    await pieces.result()
-    (failed,) = watcher.all(RequestFailed)
-    assert isinstance(failed.error, EngineCrashed)
-    assert isinstance(watcher.events[-1], EngineStopped)
 
 
 who: ContextVar[str] = ContextVar("who")
@@ -682,32 +663,6 @@ async def test_its_events_have_the_context_of_who_asked(tiny_path: Path) -> None
     assert list(map(asked, watcher.all(RequestFailed))) == ["crash"]
 
 
-async def test_a_crash_ends_the_requests_that_its_events_told_of(tiny_path: Path) -> None:
-    watcher = Watcher()
-    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
-    policy = RestartPolicy(first_delay_s=0.01)
-    before = set(children())
-    async with trio.open_nursery() as nursery, open_models(specs, restart=policy) as models:
-        await nursery.start(watcher.run, models["a"])
-        await models.wait_ready("a")
-        with pytest.raises(EngineCrashed):
-            async with models.stream("x", max_tokens=ENDLESS) as pieces:
-                await pieces.receive()
-                await until(lambda: bool(watcher.all(FirstToken)))
-                os.kill(await isolated_child(before), signal.SIGKILL)
-                await pieces.result()
-        await models.complete("x", max_tokens=2)
-        await until(lambda: bool(watcher.all(RequestFinished)))
-    (failed,) = watcher.all(RequestFailed)
-    assert isinstance(failed.error, EngineCrashed)
-    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
-    assert told == [
-        *("EngineLoaded", "RequestQueued", "RequestStarted", "FirstToken"),
-        *("RequestFailed", "EngineStopped", "EngineFailed", "EngineLoaded", "EngineRestarted"),
-        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped"),
-    ]
-
-
 SCRIPTED = """
 from contextlib import asynccontextmanager
 from llamad_trio import isolated, isolated_engine
@@ -724,7 +679,7 @@ isolated.main()
 """The process of an isolated engine whose model is scripted: there at once."""
 
 
-@pytest.mark.parametrize("n", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, pytest.param(200, marks=pytest.mark.slow)])
 async def test_restarts_leak_nothing(
     child_of: Callable[[str], None], n: int, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def step_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return threads
 
 
+@pytest.mark.usefixtures("smollm2_is_kept")
 @pytest.mark.parametrize("choice", ["shared", "own", "given"])
 async def test_two_engines_generate_at_once(
     smollm2_path: Path, tiny_path: Path, choice: LaneChoice, step_threads: list[int]
@@ -163,6 +164,7 @@ async def test_a_cancelled_open_leaves_its_neighbour_alone(tiny_path: Path) -> N
         await until_idle(engine)
 
 
+@pytest.mark.usefixtures("smollm2_is_kept")
 async def test_an_abort_stops_only_the_engine_it_is_meant_for(
     smollm2_path: Path, tiny_path: Path
 ) -> None:

@@ -247,6 +247,7 @@ async def test_a_split_inside_a_token_reads_as_the_whole(exact: Engine) -> None:
     assert text == await raw(exact, whole)
 
 
+@pytest.mark.usefixtures("smollm2_is_kept")
 async def test_a_real_model_reads_a_word_in_two_parts_as_one(smollm2_path: Path) -> None:
     text = "1, 2, 3, 4, 5, 6, 7, 8,"
     parts = "The qui", f"ck brown fox. {text}"
@@ -353,6 +354,7 @@ async def test_bad_text_is_refused_and_changes_nothing(exact: Engine) -> None:
         assert await said(session) == await raw(exact, PREFIX)
 
 
+@pytest.mark.usefixtures("smollm2_is_kept")
 async def test_nothing_to_go_on_from_is_refused(smollm2_path: Path) -> None:
     async with open_engine(smollm2_path, EXACT, n_ctx=64) as engine, engine.session() as session:
         with pytest.raises(ProtocolError):

@@ -9,20 +9,29 @@ import pytest
 import trio
 
 from llamad_trio import EngineClosed, PromptTooLong, Request, open_engine
-from tests.engine.support import ENDLESS, EXACT, count_pieces, read_all, until, until_idle
+from llamad_trio.actors import ticket as ticket_module
+from tests.engine.support import (
+    ENDLESS,
+    EXACT,
+    SURE_PROMPTS,
+    count_pieces,
+    read_all,
+    until,
+    until_idle,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
 
+COUNTING = Request(SURE_PROMPTS[0], raw=True, max_tokens=16, temperature=0)
 EMOJI = Request("🎉🐈👍🎉🐈👍🎉🐈👍🎉🐈👍", raw=True, max_tokens=18, temperature=0)
 
 
 async def test_a_stream_gives_the_text_of_the_completion(engine: Engine) -> None:
-    asked = Request("Tell me a story.", max_tokens=16, temperature=1.0, seed=3)
-    done = await engine.complete(asked)
-    async with engine.stream(asked) as tokens:
+    done = await engine.complete(COUNTING)
+    async with engine.stream(COUNTING) as tokens:
         at_first = tokens.completion
         assert at_first is None
         pieces = await read_all(tokens)
@@ -55,19 +64,17 @@ async def test_pieces_are_whole_characters(engine: Engine) -> None:
 
 
 async def test_nothing_of_a_stop_sequence_is_ever_streamed(engine: Engine) -> None:
-    asked = Request("Write the numbers from 1 to 10, separated by commas.", temperature=0)
-    async with engine.stream(asked, max_tokens=32, stop=[", 4, 5", "8"]) as tokens:
+    async with engine.stream(COUNTING, stop=[", 10, 11", "15"]) as tokens:
         pieces = await read_all(tokens)
         done = await tokens.result()
-    assert "".join(pieces) == done.text == "1, 2, 3"
-    assert (done.finish_reason, done.stop_sequence) == ("stop", ", 4, 5")
+    assert "".join(pieces) == done.text == " 9"
+    assert (done.finish_reason, done.stop_sequence) == ("stop", ", 10, 11")
 
 
 async def test_what_looked_like_a_stop_sequence_is_given_back_at_the_end(engine: Engine) -> None:
-    asked = Request("Write the numbers from 1 to 10, separated by commas.", temperature=0)
-    async with engine.stream(asked, max_tokens=8, stop=["3, 99"]) as tokens:
+    async with engine.stream(COUNTING, max_tokens=8, stop=["10, 99"]) as tokens:
         pieces = await read_all(tokens)
-    assert "".join(pieces) == await engine.complete_text(asked, max_tokens=8)
+    assert "".join(pieces) == await engine.complete_text(COUNTING, max_tokens=8) == " 9, 10, "
 
 
 async def test_result_drains_the_stream(tiny: Engine) -> None:
@@ -165,14 +172,16 @@ async def test_a_slow_reader_pauses_only_itself_and_loses_nothing(tiny: Engine) 
         assert slow.text == text
 
 
-async def test_a_slow_reader_of_a_real_model_gets_everything(engine: Engine) -> None:
-    asked = Request("Tell me a story.", max_tokens=90, temperature=0)
-    async with engine.stream(asked) as slow:
+async def test_a_slow_reader_of_a_real_model_gets_everything(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticket_module, "STREAM_BUFFER", 8)
+    async with engine.stream(COUNTING, max_tokens=24) as slow:
         await until(lambda: engine.stats().slots["paused"] == 1)
         other = await engine.complete("The quick brown fox", raw=True, max_tokens=4)
         assert other.generated_tokens == 4
         done = await slow.result()
-    assert done.generated_tokens == 90
+    assert done.generated_tokens == 24
     assert slow.text == done.text
 
 

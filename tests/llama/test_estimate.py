@@ -6,13 +6,11 @@ moment before an engine is opened to when its pool is full.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +21,13 @@ import attrs
 import gguf
 import llama_cpp.llama_cpp as lib
 import pytest
-import trio
 
-from llamad_trio import EngineConfig, ModelLoadError, Request, UnsupportedFeature, open_engine
+from llamad_trio import EngineConfig, ModelLoadError, UnsupportedFeature
 from llamad_trio.llama import estimate as module
 from llamad_trio.llama.estimate import estimate
 from llamad_trio.llama.gguf import read_layout
 from llamad_trio.llama.runtime import LlamaRuntime
+from tests.llama.growth import peak_bytes, print_growth, print_peak
 from tests.models import DECODER_KINDS, Kind, TinyModels
 
 if TYPE_CHECKING:
@@ -74,7 +72,7 @@ OF_THE_DEFAULT_RUN: list[tuple[str, dict[str, Any]]] = [
     ("sliding-window", TINY_CONFIGS[0]),
     ("recurrent", RECURRENT_CONFIGS[0]),
     ("hybrid", TINY_CONFIGS[0]),
-    *((name, {"n_ctx": 256, "n_slots": 1}) for name in REAL),
+    *((name, {"n_ctx": 64, "n_slots": 1}) for name in REAL),
 ]
 
 
@@ -96,9 +94,10 @@ def tiny(tiny_model: TinyModels, name: str) -> Path:
     return tiny_model(kind, n_ctx_train=N_CTX_TRAIN)
 
 
-def run_here(function: str, *args: str) -> Any:
-    """Call a function of this module in a fresh process; return what it prints, as JSON."""
-    code = f"import sys; from tests.llama import test_estimate as t; t.{function}(*sys.argv[1:])"
+def run_apart(function: Callable[..., None], *args: str) -> Any:
+    """Call a function in a fresh process; return what it prints, as JSON."""
+    name = function.__name__
+    code = f"import sys; from {function.__module__} import {name}; {name}(*sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, *args],
         capture_output=True,
@@ -117,7 +116,7 @@ def run_here(function: str, *args: str) -> Any:
 def check_growth(path: Path, warm: Path, fields: dict[str, Any]) -> None:
     config = EngineConfig(n_threads=1, **fields)
     expected = estimate(path, config, 1).total_bytes
-    grown = run_here("print_growth", str(path), str(warm), json.dumps(fields))
+    grown = run_apart(print_growth, str(path), str(warm), json.dumps(fields))
     assert expected == pytest.approx(grown, rel=TOLERANCE)
 
 
@@ -134,35 +133,6 @@ def test_growth_is_within_15_percent_for_every_model_and_config(
     path_of: PathOf, tiny_model: TinyModels, name: str, fields: dict[str, Any]
 ) -> None:
     check_growth(path_of(name), tiny(tiny_model, "attention"), fields)
-
-
-def print_growth(path: str, warm: str, fields: str) -> None:
-    """In a process of its own: open an engine, fill its pool, print the bytes it grew by."""
-    # With time for whole batches, however slow the machine is: they fill the compute buffer.
-    config = EngineConfig(n_threads=1, step_target_s=60.0, **json.loads(fields))
-    n_ctx, rng = config.n_ctx or 4096, random.Random(1)
-    # All made before, of small numbers: they are no part of the growth.
-    length = n_ctx // config.n_slots - 8
-    prompts = [rng.choices(range(3, 250), k=length) for _ in range(config.n_slots)]
-    trio.run(_filled, warm, EngineConfig(n_threads=1, n_ctx=64, n_slots=1), [[3, 4, 5]])
-    gc.collect()
-    before = resident_bytes()
-    print(trio.run(_filled, path, config, prompts) - before)
-
-
-async def _filled(path: str, config: EngineConfig, prompts: list[list[int]]) -> int:
-    async with open_engine(path, config) as engine:
-        async with trio.open_nursery() as nursery:
-            for prompt in prompts:
-                nursery.start_soon(engine.complete, Request(prompt, raw=True, max_tokens=4))
-        return resident_bytes()
-
-
-def resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return sum(
-        1024 * int(kb) for kb in re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB", status, re.MULTILINE)
-    )
 
 
 # -- compared with what llama.cpp says when it loads ------------------------------------------
@@ -380,21 +350,9 @@ def test_a_llama_cpp_that_says_nothing_is_not_guessed_at(
 def test_nothing_large_is_allocated(tiny_model: TinyModels) -> None:
     path = tiny_model("sliding-window", n_ctx_train=N_CTX_TRAIN)
     fields = {"n_ctx": 1_000_000, "n_slots": 64, "n_batch": 4096}
-    found = run_here("print_peak", str(path), json.dumps(fields))
+    found = run_apart(print_peak, str(path), json.dumps(fields))
     assert found["total"] > 10 * 1024 * MIB
     assert found["peak_growth"] < 200 * MIB
-
-
-def print_peak(path: str, fields: str) -> None:
-    """In a process of its own: estimate, and print how much memory that took at its height."""
-    estimate(Path(path), EngineConfig(n_threads=1, n_ctx=64), 1)
-    before = peak_bytes()
-    found = estimate(Path(path), EngineConfig(n_threads=1, **json.loads(fields)), 1)
-    print(json.dumps({"total": found.total_bytes, "peak_growth": peak_bytes() - before}))
-
-
-def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def test_an_encoder_is_refused_as_by_an_engine(tiny_model: TinyModels) -> None:
@@ -418,7 +376,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def check_damaged(tiny_model: TinyModels, folder: Path, n_flips: int) -> None:
     paths = [str(tiny_model(kind)) for kind in DECODER_KINDS]
-    found = run_here("print_harm", str(folder / "damaged.gguf"), str(n_flips), *paths)
+    found = run_apart(print_harm, str(folder / "damaged.gguf"), str(n_flips), *paths)
     assert found["refused"] > 100
     assert found["peak_growth"] < 200 * MIB
 

@@ -343,7 +343,7 @@ FEW, MANY = (
     settings(
         max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
     )
-    for n in (60, 1_000)
+    for n in (30, 1_000)
 )
 
 

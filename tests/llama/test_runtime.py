@@ -475,26 +475,32 @@ def test_a_batch_that_llama_cpp_refuses_fails_and_clears_its_sequences(
 # -- vocabulary -----------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Iterator[LlamaRuntime]:
+    """For what changes nothing of it."""
+    with opened(smollm2_path, n_ctx=256) as books:
+        yield books.runtime
+
+
 @pytest.mark.parametrize(
     "text",
     ["", " ", "the cat", "naïve 猫 👩\u200d👩\u200d👧", "a\n\tb  c", "<|im_end|>", "x" * 5000],
 )
 def test_text_survives_being_tokenised(
-    tiny_model: TinyModels, smollm2_path: Path, text: str
+    tiny_model: TinyModels, smollm2: LlamaRuntime, text: str
 ) -> None:
-    for path in (tiny_model("attention"), smollm2_path):
-        with opened(path, n_ctx=256) as books:
+    with opened(tiny_model("attention")) as books:
+        for runtime in (books.runtime, smollm2):
             for special in (False, True):
-                tokens = books.runtime.tokenize(text, add_special=False, parse_special=special)
-                assert books.runtime.detokenize(tokens) == text
-                assert all(0 <= token < books.runtime.facts.n_vocab for token in tokens)
+                tokens = runtime.tokenize(text, add_special=False, parse_special=special)
+                assert runtime.detokenize(tokens) == text
+                assert all(0 <= token < runtime.facts.n_vocab for token in tokens)
 
 
-def test_pieces_are_the_bytes_of_the_text(smollm2_path: Path) -> None:
+def test_pieces_are_the_bytes_of_the_text(smollm2: LlamaRuntime) -> None:
     text = "naïve 猫 👩\u200d👩\u200d👧 and so on"
-    with opened(smollm2_path, n_ctx=256) as books:
-        tokens = books.runtime.tokenize(text, add_special=False, parse_special=False)
-        pieces = [books.runtime.model.piece(token) for token in tokens]
+    tokens = smollm2.tokenize(text, add_special=False, parse_special=False)
+    pieces = [smollm2.model.piece(token) for token in tokens]
     assert b"".join(pieces) == text.encode()
 
 
