@@ -43,16 +43,17 @@ async def steps_side_by_side(models: Models, n_steps: int) -> dict[str, int]:
             async for _ in pieces:
                 pass
 
-    async with trio.open_nursery() as nursery, models.events(max_events=100_000) as events:
+    async with trio.open_nursery() as nursery:
         for name in models:
             started = trio.Event()
             nursery.start_soon(generate, name, started)
             await started.wait()
-        async for event in events:
-            if isinstance(event, StepDone):
-                counts[event.engine] += 1
-                if sum(counts.values()) == n_steps:
-                    break
+        async with models.events(max_events=100_000) as events:
+            async for event in events:
+                if isinstance(event, StepDone):
+                    counts[event.engine] += 1
+                    if sum(counts.values()) == n_steps:
+                        break
         nursery.cancel_scope.cancel()
     return counts
 
@@ -68,8 +69,8 @@ async def test_models_of_one_lane_take_turns_by_step(tiny_model: TinyModels, n: 
     }
     async with open_models(specs) as models:
         counts = await steps_side_by_side(models, 300 * n)
-    # The first ones have a few steps before the last begins.
-    assert max(counts.values()) <= 2 * min(counts.values())
+    # A reader that lags, on a busy machine, pauses its model for a while.
+    assert max(counts.values()) <= 1.5 * min(counts.values())
 
 
 async def test_models_on_lanes_of_their_own_all_go_on(tiny_model: TinyModels) -> None:
