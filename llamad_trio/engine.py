@@ -65,7 +65,10 @@ logger = logging.getLogger("llamad_trio")
 
 
 class Engine:
-    """One loaded model, for any number of tasks of this Trio run.  Made by `open_engine`."""
+    """One loaded model, for any number of tasks of this Trio run.  Made by `open_engine`.
+
+    A request from another Trio run is a `ProtocolError`.
+    """
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Engine:
         self._broadcast = broadcast
         self._config = config
         self._ids = count(1)
+        self._trio_run = trio.lowlevel.current_trio_token()
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -439,6 +443,12 @@ class Engine:
             raise self._decode.closed_error() from None
 
     def _check_open(self) -> None:
+        if trio.lowlevel.current_trio_token() is not self._trio_run:
+            # What it would wait for here wakes tasks of the engine's own run, and breaks both.
+            raise ProtocolError(
+                "the engine belongs to another Trio run: call it there, by `trio.from_thread.run`, "
+                "or open it with llamad_trio.blocking"
+            )
         if self._decode.closed is not None:
             raise self._decode.closed_error()
 

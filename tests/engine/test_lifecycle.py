@@ -139,7 +139,7 @@ async def test_the_value_of_the_block_can_be_returned_out_of_it(tiny_path: Path)
     assert await ask() == await ask() != ""
 
 
-# -- after the block ------------------------------------------------------------------------
+# -- where it may be used -------------------------------------------------------------------
 
 USES: dict[str, Callable[[Engine], Awaitable[object]]] = {
     "complete": lambda engine: engine.complete("the cat"),
@@ -150,6 +150,23 @@ USES: dict[str, Callable[[Engine], Awaitable[object]]] = {
     "tokenize": lambda engine: engine.tokenize("the cat"),
     "detokenize": lambda engine: engine.detokenize([5]),
 }
+
+
+async def test_another_trio_run_is_refused_and_does_no_harm(tiny_path: Path) -> None:
+    def use_elsewhere(use: Callable[[Engine], Awaitable[object]]) -> None:
+        async def main() -> None:
+            with pytest.raises(ProtocolError, match="another Trio run"):
+                await use(engine)
+
+        trio.run(main)
+
+    async with open_engine(tiny_path, ONE_THREAD) as engine:
+        for use in USES.values():
+            await trio.to_thread.run_sync(use_elsewhere, use)
+        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
+
+
+# -- after the block ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use", USES)
