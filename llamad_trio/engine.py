@@ -12,7 +12,7 @@ from contextlib import (
 )
 from functools import partial
 from itertools import count
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -23,7 +23,7 @@ from llamad_trio.actors.broadcast import Broadcast, EventReader
 from llamad_trio.actors.decode import DecodeActor
 from llamad_trio.actors.lane import Lane, computing, shared_lane
 from llamad_trio.actors.loading import loaded_model
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery
 from llamad_trio.actors.preprocess import Preprocessor, Query
 from llamad_trio.actors.reporter import Reporter
 from llamad_trio.actors.store import SnapshotStore
@@ -36,7 +36,6 @@ from llamad_trio.core.errors import (
     Busy,
     EngineClosed,
     LlamadError,
-    ModelLoadError,
     ProtocolError,
     UnsupportedFeature,
 )
@@ -561,6 +560,7 @@ def open_engine(
 
 
 @asynccontextmanager
+@ends_in_order
 async def open_named_engine(
     model: str | PathLike[str],
     config: EngineConfig,
@@ -574,25 +574,21 @@ async def open_named_engine(
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
     config = with_lane_threads(config)
     async with AsyncExitStack() as stack:
-        try:
-            await stack.enter_async_context(lane.hosted())
-            loaded = await stack.enter_async_context(loaded_model(model, config, lane, on_load))
-            config = loaded.runtime.config
-            stack.enter_context(counted(lane, config))
-            engine = await stack.enter_async_context(
-                run_engine(
-                    loaded.runtime,
-                    loaded.template,
-                    config,
-                    lane,
-                    name=name,
-                    broadcast=broadcast,
-                    loading_since=began,
-                )
+        await stack.enter_async_context(lane.hosted())
+        loaded = await stack.enter_async_context(loaded_model(model, config, lane, on_load))
+        config = loaded.runtime.config
+        stack.enter_context(counted(lane, config))
+        yield await stack.enter_async_context(
+            run_engine(
+                loaded.runtime,
+                loaded.template,
+                config,
+                lane,
+                name=name,
+                broadcast=broadcast,
+                loading_since=began,
             )
-        except OSError as error:
-            raise ModelLoadError(fspath(model), error.strerror or str(error)) from error
-        yield engine
+        )
 
 
 def with_lane_threads(config: EngineConfig) -> EngineConfig:
@@ -610,6 +606,7 @@ def counted(lane: LaneLike, config: EngineConfig) -> AbstractContextManager[None
 
 
 @asynccontextmanager
+@ends_in_order
 async def run_engine(
     runtime: Runtime,
     template: ChatTemplate | LlamadError,

@@ -17,6 +17,7 @@ from contextlib import (
     asynccontextmanager,
     suppress,
 )
+from functools import partial
 from os import PathLike, fspath
 from socket import socketpair
 
@@ -25,7 +26,7 @@ import trio
 from llamad_trio.actors.broadcast import Broadcast, EventReader
 from llamad_trio.actors.handover import Handover
 from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, uninterrupted
 from llamad_trio.actors.relay import EventRelay
 from llamad_trio.actors.reporter import Reporter
 from llamad_trio.core.config import EngineConfig
@@ -60,6 +61,7 @@ MAX_LOG_LINES = 20
 
 
 @asynccontextmanager
+@ends_in_order
 async def open_isolated_engine(
     model: str | PathLike[str],
     config: EngineConfig,
@@ -71,8 +73,9 @@ async def open_isolated_engine(
     """Run an engine in a process of its own inside the block.
 
     Arguments as for `open_engine`; `name` and `broadcast` as for `run_engine`.  Leaving the
-    block ends the process; so does the end of this one, however it comes.  If the process ends
-    by itself, the block ends with `EngineCrashed`, and so do the requests that were under way.
+    block ends the process, which takes a moment, or `GRACE_S` if it hangs, however often Ctrl-C
+    comes meanwhile; the end of this process ends it, too.  If it ends by itself, the block ends
+    with `EngineCrashed`, and so do the requests that were under way.
     """
     began = trio.current_time()
     own_broadcast = Broadcast(onward=broadcast)
@@ -97,16 +100,25 @@ async def open_isolated_engine(
                     yield engine
             finally:
                 engine.close()
-                with shielded():
-                    await child.end()
-                    with trio.move_on_after(GRACE_S):
-                        await relay.drain()
-                relay.end(child.error or EngineClosed())
-                reporter.stopped(None if child.error is None else str(child.error))
-                own_broadcast.close()
+                await uninterrupted(partial(_close, child, relay, reporter, own_broadcast))
+
+
+async def _close(
+    child: _Child, relay: EventRelay, reporter: Reporter, broadcast: Broadcast
+) -> None:
+    """End the process, and tell how it and its requests ended."""
+    try:
+        await child.end()
+        with trio.move_on_after(GRACE_S):
+            await relay.drain()
+    finally:
+        relay.end(child.error or EngineClosed())
+        reporter.stopped(None if child.error is None else str(child.error))
+        broadcast.close()
 
 
 @asynccontextmanager
+@ends_in_order
 async def _running(model: str) -> AsyncIterator[_Child]:
     """The process, which does not outlive the block."""
     async with AsyncExitStack() as stack:
@@ -124,8 +136,7 @@ async def _running(model: str) -> AsyncIterator[_Child]:
             try:
                 yield child
             finally:
-                with shielded():
-                    await child.end()
+                await uninterrupted(child.end)
 
 
 async def _started(fd: int) -> trio.Process:
@@ -205,11 +216,13 @@ class _Child:
 
     @ends_in_order
     async def watch(self) -> None:
-        """Wait until the engine ends, and raise why."""
+        """Wait until the engine ends, and raise why, unless it was told to."""
         try:
             await self._reports.next_line()
             raise InferenceError("the engine's process says what it should not")
         except LlamadError as error:
+            if self._is_told_to_end:
+                return
             self.error = error
             raise
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +23,7 @@ import outcome
 import trio
 from trio.lowlevel import RunVar
 
-from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, shielded
+from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, uninterrupted
 from llamad_trio.core.config import MAX_THREADS
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, whole_number
@@ -55,6 +56,7 @@ class _Bell:
         """Wake the task.  From any thread."""
         self._clapper.send(b"!")
 
+    @ends_in_order  # or it would be waited for once more
     async def rung(self) -> None:
         """Wait for `ring`.  A checkpoint; cancelled, it can be waited for again."""
         await trio.lowlevel.wait_readable(self._listener.fileno())
@@ -112,6 +114,7 @@ class Lane:
         self._owning = threading.Lock()
 
     @asynccontextmanager
+    @ends_in_order  # or the thread would go on, and be waited for
     async def hosted(self) -> AsyncIterator[None]:
         """Keep the lane alive inside the block.
 
@@ -152,6 +155,7 @@ class Lane:
                         self._idle_bells.pop().close()
                     self._owner = None
 
+    @ends_in_order
     async def run(
         self,
         job: Callable[[], T],
@@ -170,24 +174,30 @@ class Lane:
 
         A checkpoint.  When cancelled, calls `abort`, which should make the job end soon;
         waits for that, drops its result and raises `Cancelled`.  A job that has not
-        begun is dropped, but its turn is waited for all the same.
+        begun is dropped, but its turn is waited for all the same.  Ctrl-C is such a cancel
+        that raises `KeyboardInterrupt`, and a second one does not cut the wait short.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         bell = self._idle_bells.pop() if self._idle_bells else _Bell()
         item = _Job(job, bell, engine, weight)
         self._jobs.put(item)
         try:
-            await bell.rung()
+            await self._rung(bell)
         except BaseException:
             item.withdrawn = True
-            abort()
-            with shielded():
-                await bell.rung()
+            try:
+                abort()
+            finally:
+                await uninterrupted(partial(self._rung, bell))
             raise
-        finally:
-            self._idle_bells.append(bell)
         assert item.result is not None
         return item.result.unwrap()
+
+    @ends_in_order
+    async def _rung(self, bell: _Bell) -> None:
+        """Wait for the bell.  One that has yet to ring is not for the next job."""
+        await bell.rung()
+        self._idle_bells.append(bell)
 
     @ends_in_order
     async def _be_host(self, me: object) -> None:

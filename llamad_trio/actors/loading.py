@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from os import PathLike
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from llamad_trio.actors.nursery import shielded
+from llamad_trio.actors.nursery import ends_in_order, uninterrupted
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
+from llamad_trio.core.errors import (
+    LlamadError,
+    ModelLoadError,
+    ProtocolError,
+    UnsupportedFeature,
+)
 from llamad_trio.core.runtime import LaneLike, ModelFacts
 from llamad_trio.cores import physical_cores
 from llamad_trio.digest import file_sha256
@@ -37,6 +43,7 @@ class Loaded:
 
 
 @asynccontextmanager
+@ends_in_order
 async def loaded_model(
     model: str | PathLike[str],
     config: EngineConfig,
@@ -46,18 +53,19 @@ async def loaded_model(
     """A loaded, warmed-up model, freed when the block ends.
 
     The load reads and arranges memory, it computes nothing: it runs beside the lane, so
-    that other engines go on.  Cancelled, it stops at the next tensor.
+    that other engines go on.  Cancelled, it stops at the next tensor.  The model is freed
+    however often Ctrl-C comes, and not before the lane has done with it.
     """
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
     loaded = await trio.to_thread.run_sync(_load, model, config, on_load, limiter=limiter)
     runtime = loaded.runtime
     try:
-        await lane.run(runtime.warm_up, abort=runtime.request_abort)
+        with _explained(model):
+            await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield loaded
     finally:
-        with shielded():
-            await trio.to_thread.run_sync(runtime.close, limiter=limiter)
+        await uninterrupted(partial(trio.to_thread.run_sync, runtime.close, limiter=limiter))
 
 
 def _load(
@@ -84,19 +92,30 @@ def _load(
             return False
         return True
 
-    path = resolve_model(model)
     try:
-        runtime = LlamaRuntime(path, config, physical_cores(), on_progress)
+        with _explained(model):
+            path = resolve_model(model)
+            runtime = LlamaRuntime(path, config, physical_cores(), on_progress)
     except Exception:
         if stopped_by is not None:
             raise stopped_by from None
         raise
     try:
-        runtime.identify(file_sha256(path, between_chunks=trio.from_thread.check_cancelled))
+        with _explained(model):
+            runtime.identify(file_sha256(path, between_chunks=trio.from_thread.check_cancelled))
         return Loaded(runtime, compile_template(runtime.facts))
     except BaseException:
         runtime.close()
         raise
+
+
+@contextmanager
+def _explained(model: str | PathLike[str]) -> Iterator[None]:
+    """What the system refuses makes the load fail.  What `on_load` raises is not ours to say."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(fspath(model), error.strerror or str(error)) from error
 
 
 def compile_template(facts: ModelFacts) -> ChatTemplate | LlamadError:

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
+import outcome
 import trio
 
+T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 __all__ = [
@@ -17,11 +19,17 @@ __all__ = [
     "open_plain_nursery",
     "run_all",
     "shielded",
+    "uninterrupted",
     "unlimited",
 ]
 
+ends_in_order = trio.lowlevel.enable_ki_protection
+"""For the tasks of an engine, and for what opens and closes it: Ctrl-C strikes the program's own
+task where it waits, which then ends them, and not one of them in the middle of its books."""
+
 
 @asynccontextmanager
+@ends_in_order  # or the tasks would go on, and be waited for
 async def open_plain_nursery() -> AsyncIterator[trio.Nursery]:
     """A nursery for background tasks that end with the block.
 
@@ -73,11 +81,6 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
         raise errors[0]
 
 
-ends_in_order = trio.lowlevel.enable_ki_protection
-"""For the tasks of an engine: Ctrl-C strikes the program's own task, which then ends them, and
-not one of them in the middle of its books."""
-
-
 class TaskStatus(Protocol[T_contra]):
     """What `nursery.start` passes: trio-typing's stubs have no name for it."""
 
@@ -88,6 +91,36 @@ def shielded() -> trio.CancelScope:
     """A scope that no cancel from outside reaches: for what must be waited for."""
     # The ignores are for trio-typing's stubs, where CancelScope cannot be made.
     return trio.CancelScope(shield=True)  # pyright: ignore[reportCallIssue]
+
+
+@ends_in_order
+async def uninterrupted(function: Callable[[], Awaitable[T]]) -> T:
+    """Run an async function to its end and return what it returns or raise what it raises.
+
+    Neither a cancel from outside nor Ctrl-C reaches it, not even when this is called in the
+    program's own task.  A `KeyboardInterrupt` that came meanwhile is raised afterwards, instead
+    of what the function returns or raises; a `Cancelled` is not: this is no checkpoint.
+    """
+    result: outcome.Outcome[T] | None = None
+    interrupt: BaseException | None = None
+
+    @ends_in_order
+    async def run() -> None:
+        nonlocal result
+        with shielded():
+            result = await outcome.acapture(function)
+
+    try:
+        # Trio raises KeyboardInterrupt in the program's own task only: this one goes on, and
+        # a nursery's block is not left before its tasks have ended, whatever comes.
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+    except BaseExceptionGroup as group:
+        interrupt = group.exceptions[0]
+    if interrupt is not None:
+        raise interrupt
+    assert result is not None
+    return result.unwrap()
 
 
 def unlimited() -> trio.CancelScope:

@@ -389,7 +389,11 @@ async def test_a_load_can_be_cancelled_before_it_begins(tiny_path: Path) -> None
     assert scope.cancelled_caught
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), Unusual("mine")], ids=["plain", "base"])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("mine"), BrokenPipeError("mine"), Unusual("mine")],
+    ids=["plain", "system", "base"],
+)
 @pytest.mark.parametrize("at", [0.0, 1.0])
 async def test_an_exception_of_on_load_comes_out_as_itself(
     tiny_path: Path, error: BaseException, at: float
