@@ -34,6 +34,7 @@ from llamad_trio.background_run import (
     Opener,
     StreamCall,
     StreamHandle,
+    look,
 )
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
@@ -203,17 +204,24 @@ class AsyncEngine(EngineHandle):
     # -- looking around ---------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """A snapshot of slots, queue, pool and counts; of a closed engine, the last one."""
+        """A snapshot of slots, queue, pool and counts; of a closed engine, the last one.
 
-        async def look(engine: EngineLike) -> EngineStats:
-            return engine.stats()
+        An engine in another process is asked for it, and if it does not answer within a second,
+        it is what it told last.
 
+        Raises:
+            EngineClosed: there is none: the model is not loaded.
+            LlamadError: nor could it be.
+        """
         try:
-            return await self._ask(look)
+            stats = await self._ask(look)
         except LlamadError:
             ended = self._run.ended
             await _wait(ended, lambda: ended.is_here, self._run.end_soon)
             return self._engine.stats()  # nobody writes any more what is read here
+        if isinstance(stats, LlamadError):
+            raise stats
+        return stats
 
     async def _ask(self, work: Callable[[EngineLike], Awaitable[T]]) -> T:
         call = Call(self._run, work)
@@ -260,6 +268,7 @@ class AsyncStream(StreamHandle[PartT], Generic[PartT]):
 
     async def aclose(self) -> None:
         """Stop reading; a request that is still running is cancelled."""
+        self._engine._run.check_thread()
         await _stop(self._call)
         self._call.drop_parts()
 
@@ -305,6 +314,7 @@ async def _end(run: BackgroundRun) -> None:
 
 async def _answered(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
     """Submit a call, if that was not done, and wait; a cancel of the task cancels the call."""
+    run.check_thread()
     try:
         if not call.is_submitted and not call.is_here:
             run.submit(call)

@@ -31,7 +31,8 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError, ProtocolError
 from llamad_trio.core.fields import number
 from llamad_trio.engine_like import EngineLike
-from llamad_trio.info import ModelInfo
+from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.watch.freshness import refresh_if_possible
 
 __all__ = [
     "Answer",
@@ -42,6 +43,7 @@ __all__ = [
     "StreamCall",
     "StreamHandle",
     "is_exiting",
+    "look",
 ]
 
 T = TypeVar("T")
@@ -276,8 +278,7 @@ class BackgroundRun:
         Raises:
             RuntimeError: this is the run's own thread, which would wait for itself.
         """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("an engine was called from its own background thread")
+        self.check_thread()
         if not self.is_ending and self.soon(self._serve, cast("Call[object]", call)):
             call._is_submitted = True
             return
@@ -286,6 +287,11 @@ class BackgroundRun:
         elif not self.is_ending:
             self.join()  # it is dying: only then is it known of what
         call.fail(self._why_closed())
+
+    def check_thread(self) -> None:
+        """Raise `RuntimeError` in the run's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an engine was called from its own background thread")
 
     def soon(self, function: Callable[[*Ts], object], *args: *Ts) -> bool:
         """Have a function called in the Trio run.  False if the run is over, or not begun."""
@@ -442,6 +448,18 @@ class StreamHandle(_Handle, Generic[PartT]):
     def __del__(self) -> None:
         with suppress(AttributeError):  # Ctrl-C came before it had one
             self._call.cancel()
+
+
+async def look(engine: EngineLike) -> EngineStats | LlamadError:
+    """The engine's statistics; or, if it has none, why: raised, that would say the run is over.
+
+    A checkpoint.
+    """
+    await refresh_if_possible(engine)
+    try:
+        return engine.stats()
+    except LlamadError as error:
+        return error
 
 
 def is_exiting() -> bool:

@@ -28,6 +28,7 @@ from llamad_trio.background_run import (
     StreamCall,
     StreamHandle,
     is_exiting,
+    look,
 )
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
@@ -229,25 +230,38 @@ class BlockingEngine(EngineHandle):
     # -- looking around ---------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """A snapshot of slots, queue, pool and counts; of a closed engine, the last one."""
+        """A snapshot of slots, queue, pool and counts; of a closed engine, the last one.
 
-        async def look(engine: EngineLike) -> EngineStats:
-            return engine.stats()
+        An engine in another process is asked for it, and if it does not answer within a second,
+        it is what it told last.
 
+        Raises:
+            EngineClosed: there is none: the model is not loaded.
+            LlamadError: nor could it be.
+        """
         try:
-            return self._ask(look)
+            stats = self._ask(look)
         except LlamadError:
             self._run.join()  # now nobody writes what is read here
             return self._engine.stats()
+        if isinstance(stats, LlamadError):
+            raise stats
+        return stats
 
     # -- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop what is running, free everything, and wait until that is done.
 
-        Waits for at most one graph node of the model.  From any thread, any number of times.
-        Calls under way in other threads, and all later ones, raise `EngineClosed`.
+        Waits for at most one graph node of the model.  From any thread but the engine's own,
+        any number of times.  Calls under way in other threads, and all later ones, raise
+        `EngineClosed`.
+
+        Raises:
+            RuntimeError: this is the engine's background thread, as in a validator of a type
+                given as `into`.  The engine stays open.
         """
+        self._run.check_thread()
         self._run.end_soon()
         self._run.join()
 
@@ -308,7 +322,11 @@ class BlockingStream(StreamHandle[PartT], Generic[PartT]):
         return _got(self._call)
 
     def close(self) -> None:
-        """Stop reading; a request that is still running is cancelled.  From any thread."""
+        """Stop reading; a request that is still running is cancelled.
+
+        From any thread but the engine's own: there, it is a `RuntimeError`.
+        """
+        self._engine._run.check_thread()
         _stop(self._call)
         self._call.drop_parts()
 
@@ -345,6 +363,7 @@ class BlockingTextStream(BlockingStream[str]):
 
 def _answered(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
     """Submit a call, if that was not done, and wait; whatever interrupts it cancels the call."""
+    run.check_thread()
     try:
         if not call.is_submitted and not call.is_here:
             run.submit(call)

@@ -18,7 +18,6 @@ from llamad_trio.actors.systemd import notify
 from llamad_trio.actors.unix_socket import claimed
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.daemon_config import DaemonConfig
-from llamad_trio.info import EngineStats
 from llamad_trio.models import Models, open_models
 from llamad_trio.watch.prometheus import EngineMetrics
 
@@ -111,7 +110,7 @@ class _Daemon:
             open_models(config.models, default=config.default) as models,
             open_plain_nursery() as nursery,
         ):
-            metrics = EngineMetrics(partial(_stats, models))
+            metrics = EngineMetrics(models)
             await nursery.start(metrics.run, models)
             if self._metrics_socket is not None:
                 await nursery.start(serve_metrics, metrics, self._metrics_socket)
@@ -151,7 +150,3 @@ class _Daemon:
                 with suppress(LlamadError):  # the supervisor has logged it
                     await models.load(name)
         logger.info("reloaded; models: %s", ", ".join(models))
-
-
-def _stats(models: Models) -> dict[str, EngineStats]:
-    return {name: model.stats() for name, model in models.items() if model.is_open}

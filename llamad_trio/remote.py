@@ -234,8 +234,13 @@ class RemoteEngine:
         return self._model.config
 
     def stats(self) -> EngineStats:
-        """What the daemon last told of this engine: with the end of a request of this
-        object, by `refresh`, or when it connected.  Never blocks."""
+        """What the daemon last told of this engine.  Never blocks.
+
+        It tells when this object is made, with the last line of each `complete`, `stream` and
+        `stream_events` of this object that was received to its end, and by `refresh`.  So what
+        was cancelled or failed, other calls (`score`, `tokenize`), the requests of others and
+        what is under way are in it only from the next of these on.
+        """
         if self._stats is None:
             raise EngineClosed
         return self._stats
@@ -243,7 +248,9 @@ class RemoteEngine:
     async def refresh(self) -> EngineStats:
         """Ask the daemon for the engine's statistics of this moment.
 
-        A checkpoint.  Raises `EngineClosed` if the model is not loaded.
+        A checkpoint; cancelled, nothing has changed.  A request that was cancelled counts as
+        such once the daemon has noticed, which takes a moment.  Raises `EngineClosed` if the
+        model is not loaded.
         """
         async with self._called(Stats()) as reply:
             daemon = await _stats_in(reply)

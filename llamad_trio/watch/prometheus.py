@@ -4,13 +4,16 @@ Decides their names, labels and buckets.  Opens no port and no socket: `scrape` 
 bytes, and the application serves them as it likes.
 
 What the statistics of an engine hold (slots, queue, pool, totals) is read from them when it
-is asked for, and is exact; what only the events tell (distributions, kinds of errors) is
-counted by `run`, and lacks what a `Lagged` says was lost.
+is asked for, and is as exact as those are; what only the events tell (distributions, kinds of
+errors) is counted by `run`, and lacks what a `Lagged` says was lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
 
 import trio
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -29,8 +32,10 @@ from llamad_trio.core.engine_events import (
     RequestFinished,
     RequestStarted,
 )
+from llamad_trio.core.errors import LlamadError
 from llamad_trio.info import EngineStats
 from llamad_trio.watch import EventSource, follow
+from llamad_trio.watch.freshness import refresh_if_possible
 
 __all__ = ["CONTENT_TYPE", "EngineMetrics"]
 
@@ -44,22 +49,33 @@ TOKENS = tuple(2**n for n in range(0, 18, 2))
 Stats = Mapping[str, EngineStats]
 
 
+class StatsSource(Protocol):
+    """What has statistics, such as an `Engine`, a `Model` or a `RemoteEngine`."""
+
+    def stats(self) -> EngineStats:
+        """Those of now.  Raises a `LlamadError` if there are none."""
+        ...
+
+
 class EngineMetrics:
     """The metrics of any number of engines.
 
     Args:
-        stats: the statistics of each engine, by the name that its events carry (empty for
-            an engine that was opened alone).  Called by every `scrape`: engines may come
-            and go.
+        stats: the engines by the name that their events carry (empty for an engine that was
+            opened alone), such as what `open_models` gives.  Read by every `scrape`: engines
+            may come and go, and one that has no statistics, since it is not loaded or could not
+            be, is left out.  Or a function that gives the statistics of each engine; what it raises
+            comes out of `scrape`.
 
-        metrics = EngineMetrics(lambda: {"": eng.stats()})
+        metrics = EngineMetrics({"": eng})
         await nursery.start(metrics.run, eng)
         ...
         body = await metrics.scrape()
     """
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
-        self._stats = stats
+    def __init__(self, stats: Mapping[str, StatsSource] | Callable[[], Stats]) -> None:
+        self._engines = stats if isinstance(stats, Mapping) else {}
+        self._stats = partial(_known, stats) if isinstance(stats, Mapping) else stats
         self._limiter = trio.CapacityLimiter(1)
         self._registry: CollectorRegistry = _Counted()
         self._ttft = self._histogram("time_to_first_token_seconds", "From submission.", SECONDS)
@@ -121,13 +137,20 @@ class EngineMetrics:
     def render(self) -> bytes:
         """All metrics as they are now, in the text format.
 
-        Takes about 2 ms for each engine: where others wait for the Trio thread, `scrape` is
-        for them.
+        Asks nobody: of an engine in another process it has what that told last.  Takes about
+        2 ms for each engine: where others wait for the Trio thread, `scrape` is for them.
         """
         return _text(self._stats(), self._registry)
 
     async def scrape(self) -> bytes:
-        """As `render`; the text is written by a worker thread.  A checkpoint."""
+        """As `render`, but an engine in another process is asked for its statistics first, if
+        engines were given, and the text is written by a worker thread.
+
+        A checkpoint.  For an engine that does not answer within a second, those it told last.
+        """
+        async with trio.open_nursery() as nursery:
+            for engine in self._engines.values():
+                nursery.start_soon(refresh_if_possible, engine)
         stats = self._stats()
         return await trio.to_thread.run_sync(_text, stats, self._registry, limiter=self._limiter)
 
@@ -140,6 +163,14 @@ class EngineMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"llamad_{name}", text, ("engine", *labels), registry=self._registry)
+
+
+def _known(engines: Mapping[str, StatsSource]) -> Stats:
+    stats = {}
+    for name, engine in engines.items():
+        with suppress(LlamadError):
+            stats[name] = engine.stats()
+    return stats
 
 
 def _text(stats: Stats, counted: CollectorRegistry) -> bytes:

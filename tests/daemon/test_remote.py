@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pytest
 import trio
+import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
@@ -52,6 +53,7 @@ from llamad_trio import (
 )
 from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
+from llamad_trio.watch.freshness import refresh_if_possible
 from llamad_trio.wire.converter import unstructure
 from llamad_trio.wire.errors import error_reply
 from tests.engine.support import ENDLESS, read_all, until, until_idle
@@ -819,6 +821,37 @@ async def test_stats_are_those_of_the_last_end_or_of_a_refresh(
         assert completed() == 3
         await tokens.result()
         assert completed() == 4
+
+
+async def test_a_refresh_tells_of_a_request_that_was_cancelled(
+    remote: RemoteEngine, behind: Engine
+) -> None:
+    async with remote.stream("x", max_tokens=ENDLESS) as tokens:
+        await tokens.receive()
+    await until_idle(behind)
+    assert remote.stats().requests["cancelled"] == 0
+    await refresh_if_possible(remote)
+    assert remote.stats() == behind.stats()
+    assert remote.stats().requests["cancelled"] == 1
+
+
+async def test_whoever_does_not_answer_leaves_what_was_told(path: Path, behind: Engine) -> None:
+    async with served(path, behind) as daemon, connect(path) as remote:
+        told = remote.stats()
+        daemon.cancel()
+        await wait_all_tasks_blocked()
+        await refresh_if_possible(remote)
+        assert remote.stats() == told
+    await refresh_if_possible(remote)
+    assert remote.stats() == told
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+async def test_a_refresh_that_is_possible_or_not_is_a_checkpoint(
+    remote: RemoteEngine, behind: Engine, has_it: bool
+) -> None:
+    with trio.testing.assert_checkpoints():
+        await refresh_if_possible(remote if has_it else behind)
 
 
 async def test_a_daemon_tells_of_all_its_models(path: Path, behind: Engine) -> None:

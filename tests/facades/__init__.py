@@ -10,19 +10,22 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from llamad_trio.testing import ScriptedModel, open_scripted_engine
+import trio
+
+from llamad_trio import EngineSpec, serve_unix
+from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from llamad_trio import EngineStats
+    from llamad_trio import EngineLike, EngineStats
     from llamad_trio.background_run import Opener
 
 __all__ = [
@@ -31,8 +34,10 @@ __all__ = [
     "dying_of_a_hang",
     "engine_threads",
     "is_idle",
+    "lazy",
     "running_scripts",
     "scripted",
+    "served",
     "until",
 ]
 
@@ -48,6 +53,27 @@ def scripted(
         replies = replies or {"endless": "la " * 30_000, "": "42"}
         model = ScriptedModel(replies, decode_s=decode_s, n_ctx_train=100_000)
     return partial(open_scripted_engine, model, **{"n_ctx": 100_000, **config})
+
+
+@asynccontextmanager
+async def lazy() -> AsyncIterator[EngineLike]:
+    """One model of several, which is loaded when it is asked."""
+    specs = {"lazy": EngineSpec("lazy", load="lazy")}
+    async with open_scripted_models({"lazy": "42"}, specs) as models:
+        yield models["lazy"]
+
+
+def served(opener: Opener, path: Path) -> Opener:
+    """Opens the same, and a daemon for it."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[EngineLike]:
+        async with opener() as engine, trio.open_nursery() as nursery:
+            await nursery.start(serve_unix, engine, path)
+            yield engine
+            nursery.cancel_scope.cancel()
+
+    return opened
 
 
 def engine_threads() -> list[str]:

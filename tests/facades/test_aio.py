@@ -40,7 +40,9 @@ from tests.facades import (
     dying_of_a_hang,
     engine_threads,
     is_idle,
+    lazy,
     scripted,
+    served,
     until,
 )
 from tests.facades.test_blocking import ASKED, CAT, ENDLESS, comparable
@@ -488,6 +490,49 @@ def test_leaving_the_block_ends_the_calls_of_all_other_tasks(tiny_path: Path) ->
         return await asyncio.gather(*asks, return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(main())] == [EngineClosed] * 10
+
+
+def test_the_background_thread_cannot_wait_for_itself() -> None:
+    tokens: list[trio.lowlevel.TrioToken] = []
+
+    @asynccontextmanager
+    async def opener() -> AsyncIterator[EngineLike]:
+        tokens.append(trio.lowlevel.current_trio_token())
+        async with scripted()() as engine:
+            yield engine
+
+    async def use(eng: AsyncEngine) -> None:
+        def from_inside(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+            with pytest.raises(RuntimeError, match="its own background thread"):
+                trio.from_thread.run_sync(lambda: asyncio.run(call()), trio_token=tokens[0])
+
+        async with eng.stream(ENDLESS) as pieces:
+            for call in (eng.stats, partial(eng.complete, "x"), pieces.result, pieces.aclose):
+                await asyncio.to_thread(from_inside, call)
+            assert await anext(pieces)
+
+    with_engine(aio.open_with(opener), use)
+
+
+def test_a_model_that_is_not_loaded_has_no_statistics_and_hangs_nobody() -> None:
+    async def use(eng: AsyncEngine) -> None:
+        with pytest.raises(EngineClosed):
+            await eng.stats()
+        assert await eng.complete_text("the cat") == "42"
+        assert (await eng.stats()).requests["completed"] == 1
+
+    with_engine(aio.open_with(lazy), use)
+
+
+def test_the_statistics_of_a_daemon_are_those_of_this_moment(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+
+    async def use(there: AsyncEngine) -> None:
+        async with aio.connect(path) as eng:
+            await there.complete("the cat")
+            await until_stats(eng, lambda stats: stats.requests["completed"] == 1)
+
+    with_engine(aio.open_with(served(scripted(), path)), use)
 
 
 @pytest.mark.parametrize("is_woken", [False, True])

@@ -52,7 +52,9 @@ from tests.facades import (
     dying_of_a_hang,
     engine_threads,
     is_idle,
+    lazy,
     scripted,
+    served,
     until,
 )
 
@@ -644,6 +646,39 @@ def test_events_are_followed_by_a_task_that_the_opener_starts(
         until(lambda: "request_finished" in caplog.text)
 
 
+# -- statistics -----------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_loaded_has_no_statistics_and_hangs_nobody() -> None:
+    with blocking.open_with(lazy) as eng:
+        with pytest.raises(EngineClosed):
+            eng.stats()
+        assert eng.complete_text("the cat") == "42"
+        assert eng.stats().requests["completed"] == 1
+
+
+def test_the_statistics_of_a_daemon_are_those_of_this_moment(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    with blocking.open_with(served(lazy, path)) as there:
+        with blocking.connect(path) as eng:
+            with pytest.raises(EngineClosed):
+                eng.stats()
+            there.complete("the cat")
+            until(lambda: has_completed(eng, 1))
+            there.complete("the cat")
+            until(lambda: has_completed(eng, 2))
+            there.close()
+            assert has_completed(eng, 2)  # nobody tells of others
+        assert has_completed(eng, 2)
+
+
+def has_completed(eng: BlockingEngine, n: int) -> bool:
+    try:
+        return eng.stats().requests["completed"] == n
+    except EngineClosed:  # it did not answer in time, and has told nothing before
+        return False
+
+
 # -- nested use -----------------------------------------------------------------------------
 
 
@@ -677,9 +712,31 @@ def test_the_background_thread_cannot_wait_for_itself() -> None:
             yield engine
 
     with blocking.open_with(opener) as eng:
-        with pytest.raises(RuntimeError, match="its own background thread"):
-            trio.from_thread.run_sync(eng.complete, "the cat", trio_token=tokens[0])
+        with eng.stream("the cat") as pieces:
+            for call in (eng.stats, partial(eng.complete, "the cat"), eng.close, pieces.close):
+                with pytest.raises(RuntimeError, match="its own background thread"):
+                    trio.from_thread.run_sync(call, trio_token=tokens[0])
+            assert pieces.result().text == "42"
+        with eng.stream(ENDLESS) as pieces:
+            # More than can wait for a reader: at some time it has to wait itself.
+            with pytest.raises(RuntimeError, match="its own background thread"):
+                trio.from_thread.run_sync(list, pieces, trio_token=tokens[0])
+            assert next(pieces)
         assert eng.complete_text("the cat") == "42"
+
+
+def test_a_validator_cannot_close_the_engine_that_waits_for_it() -> None:
+    def close(_self: object, _field: object, _value: bool) -> None:
+        with pytest.raises(RuntimeError, match="its own background thread"):
+            eng.close()
+
+    @attrs.frozen
+    class Closing:
+        answer: bool = attrs.field(validator=close)
+
+    with blocking.open_with(scripted('{"answer": true}')) as eng:
+        assert isinstance(eng.complete("the cat", into=Closing).value, Closing)
+        assert eng.is_open
 
 
 # -- the end --------------------------------------------------------------------------------

@@ -12,12 +12,14 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from llamad_trio import InferenceError
+from llamad_trio import EngineSpec, InferenceError, ModelLoadError, connect, serve_unix
 from llamad_trio.core.engine_events import EngineFailed, EngineRestarted, Lagged, RequestFailed
-from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
+from llamad_trio.watch.freshness import REFRESH_S
 from llamad_trio.watch.prometheus import EngineMetrics
 
 if TYPE_CHECKING:
+    from llamad_trio import Engine
     from llamad_trio.info import EngineStats
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -149,6 +151,65 @@ async def test_engines_are_told_apart_and_may_come_and_go(
     del stats["a"]
     names = {dict(labels).get("engine") for _, labels in read(metrics.render())}
     assert names - {None} == {'"b"\n'}
+
+
+async def test_models_that_are_not_loaded_are_left_out() -> None:
+    specs = {
+        "a": EngineSpec("a"),
+        "lazy": EngineSpec("a", load="lazy"),
+        "bad": EngineSpec("bad", load="lazy"),
+    }
+    bad = ModelLoadError("bad", "of a test")
+    async with open_scripted_models({"a": "yes", "bad": bad}, specs) as models:
+        metrics = EngineMetrics(models)
+        await models.wait_ready("a")
+        with pytest.raises(ModelLoadError):
+            await models.load("bad")
+        for body in (metrics.render(), await metrics.scrape()):
+            assert engines_in(body) == {"a"}
+        await models.complete("x", model="lazy")
+        both = await metrics.scrape()
+        assert engines_in(both) == {"a", "lazy"}
+        assert of(read(both), "requests_total", engine="lazy", outcome="completed") == 1
+        await models.unload("a")
+        assert engines_in(await metrics.scrape()) == {"lazy"}
+
+
+async def test_a_scrape_asks_engines_that_are_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "d.sock"
+    async with open_scripted_engine("yes") as engine, trio.open_nursery() as nursery:
+        await nursery.start(serve_unix, engine, path)
+        async with connect(path) as remote:
+            metrics = EngineMetrics({"": remote})
+            await engine.complete("x")
+            assert of(read(metrics.render()), "requests_total", outcome="completed") == 0
+            assert of(read(await metrics.scrape()), "requests_total", outcome="completed") == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_engines_that_do_not_answer_are_waited_for_together(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_scripted_engine("yes") as engine:
+        silent = {name: SilentEngine(engine) for name in "abc"}
+        began = trio.current_time()
+        assert engines_in(await EngineMetrics(silent).scrape()) == {"a", "b", "c"}
+        assert trio.current_time() - began == REFRESH_S
+
+
+class SilentEngine:
+    """Somewhere else, where nobody answers in time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.stats = engine.stats
+
+    async def refresh(self) -> EngineStats:
+        await trio.sleep(10 * REFRESH_S)
+        return self.stats()
+
+
+def engines_in(body: bytes) -> set[str]:
+    return {dict(labels)["engine"] for _, labels in read(body) if dict(labels)}
 
 
 async def test_counting_ends_with_the_engine() -> None:
