@@ -17,7 +17,7 @@ from llamad_trio.budget import Budget
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
-from llamad_trio.core.errors import EngineClosed, ProtocolError
+from llamad_trio.core.errors import EngineClosed, ProtocolError, RestartsExhausted
 from llamad_trio.core.fields import optional, text
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
@@ -27,6 +27,7 @@ from llamad_trio.engine_like import EngineLike
 from llamad_trio.info import EngineStats, ModelInfo
 from llamad_trio.isolation import open_isolated_engine
 from llamad_trio.stream import EventStream, TokenStream
+from llamad_trio.watch.freshness import refresh_if_possible
 
 __all__ = ["Model", "Models", "open_models"]
 
@@ -45,6 +46,7 @@ def _open(
 
 
 @asynccontextmanager
+@ends_in_order
 async def open_models(
     specs: Mapping[str, EngineSpec],
     *,
@@ -73,7 +75,8 @@ async def open_models(
     Raises:
         ProtocolError: an argument of the wrong type, a negative budget, or `default` is none
             of the models.
-        RestartsExhausted: a model failed more often than its policy allows; ends the block.
+        RestartsExhausted: a model failed more often than its policy allows; ends the block,
+            and cancels who waits for a model in there.
     """
     specs = _checked(specs)
     default = optional(text("default"))(default)
@@ -129,6 +132,7 @@ class Models(Mapping[str, "Model"]):
         self._broadcast = broadcast
         self._changing = trio.Lock()
         self._is_closed = False
+        self._exhausted: RestartsExhausted | None = None
 
     def __getitem__(self, name: str) -> Model:
         return self._models[name]
@@ -196,7 +200,7 @@ class Models(Mapping[str, "Model"]):
 
     def state(self, name: str) -> ModelState:
         """What is going on with a model.  Raises `ProtocolError` for an unknown one."""
-        return self._asked(name).state
+        return self._named(name).state
 
     async def wait_ready(self, name: str) -> None:
         """Wait until a model is ready, without having it loaded.
@@ -207,9 +211,10 @@ class Models(Mapping[str, "Model"]):
             ProtocolError: there is no such model.
             LlamadError: it could not be loaded.
             EngineClosed: it was removed meanwhile.
+            RestartsExhausted: it was given up; outside the block, which that cancels.
         """
         await trio.lowlevel.checkpoint()
-        await self._asked(name).supervisor.wait_ready(want=False)
+        await self._named(name).supervisor.wait_ready(want=False)
 
     async def load(self, name: str) -> None:
         """Have a model loaded, also if that failed before, and wait until it is ready.
@@ -217,24 +222,29 @@ class Models(Mapping[str, "Model"]):
         A checkpoint; cancelled, the load goes on.  Raises as `wait_ready`.
         """
         await trio.lowlevel.checkpoint()
-        await self._asked(name).supervisor.load()
+        await self._named(name).supervisor.load()
 
     async def unload(self, name: str) -> None:
         """Close a model's engine, and wait until that is done.
 
         Its requests that are under way get `EngineClosed`; the next one has it loaded
         again.  A checkpoint; cancelled, it is closed all the same.
+
+        Raises:
+            ProtocolError: there is no such model.
         """
-        await self._asked(name).supervisor.unload()
+        await self._named(name).supervisor.unload()
 
     async def add(self, name: str, spec: EngineSpec) -> None:
         """Add a model, and wait until it is ready, unless it is to be loaded lazily.
 
-        A checkpoint.  Cancelled, or if it cannot be loaded, it is not there.
+        Waits first for any other `add`, `remove` or `change` that is under way, its loads
+        included.  A checkpoint.  Cancelled, or if it cannot be loaded, it is not there.
 
         Raises:
             ProtocolError: there is one of that name, or an argument has the wrong type.
             LlamadError: it could not be loaded.
+            EngineClosed: the block has ended.
         """
         _check(name, spec)
         async with self._changing:
@@ -245,11 +255,17 @@ class Models(Mapping[str, "Model"]):
     async def remove(self, name: str) -> None:
         """Close a model's engine and forget the model; wait until that is done.
 
-        Its requests that are under way, or wait for it, get `EngineClosed`.  A checkpoint;
-        cancelled while it waits, it is removed all the same.
+        Its requests that are under way, or wait for it, get `EngineClosed`.  Waits first for
+        any other `add`, `remove` or `change` that is under way, its loads included.  A
+        checkpoint.  Cancelled before it is its turn, the model stays; cancelled while the
+        engine closes, it is removed all the same.
+
+        Raises:
+            ProtocolError: there is no such model.
+            EngineClosed: the block has ended.
         """
         async with self._changing:
-            self._asked(name)
+            self._named(name)
             await self._change({n: spec for n, spec in self._specs().items() if n != name})
 
     async def change(self, specs: Mapping[str, EngineSpec]) -> None:
@@ -257,12 +273,15 @@ class Models(Mapping[str, "Model"]):
 
         Those that are new, or have another spec, are loaded first, beside those there are;
         then the ones they replace, and those that are not named, are closed as by `remove`.
-        The rest go on undisturbed.  A checkpoint.  Cancelled, or if one cannot be loaded,
-        everything stays as it was.
+        The rest go on undisturbed.  Waits first for any other `add`, `remove` or `change` that
+        is under way, its loads included.  A checkpoint.  Cancelled before the new ones are
+        loaded, or if one cannot be loaded, everything stays as it was; cancelled while the
+        old ones close, it has changed all the same.
 
         Raises:
             ProtocolError: one is no `EngineSpec`, or its name no text.
             LlamadError: one could not be loaded.
+            EngineClosed: the block has ended.
         """
         specs = _checked(specs)
         async with self._changing:
@@ -321,11 +340,27 @@ class Models(Mapping[str, "Model"]):
         if spec.load == "eager":
             supervisor.want()
         model = Model(supervisor, spec, broadcast)
-        self._nursery.start_soon(model.run)
+        self._nursery.start_soon(self._run, model)
         return model
 
+    @ends_in_order
+    async def _run(self, model: Model) -> None:
+        try:
+            await model.run()
+        except RestartsExhausted as error:
+            if self._exhausted is not None:  # the block ends with that one, and with no group
+                self._exhausted.add_note(f"meanwhile: {error}")
+                return
+            self._exhausted = error
+            raise
+
     def _asked(self, name: str | None) -> Model:
+        """The model that a request is for."""
         return self._models[pick_model(name, self._models, self._default)]
+
+    def _named(self, name: str) -> Model:
+        """The model of that name: here `None` is not the default one."""
+        return self._asked(text("model")(name))
 
 
 class Model:
@@ -342,7 +377,6 @@ class Model:
         self.scope = unlimited()
         self.gone = trio.Event()
 
-    @ends_in_order
     async def run(self) -> None:
         """Supervise it until it is removed."""
         try:
@@ -451,8 +485,18 @@ class Model:
         return self.supervisor.engine.config
 
     def stats(self) -> EngineStats:
-        """As `Engine.stats`."""
+        """As `Engine.stats`.  With `isolation="process"` as `RemoteEngine.stats`: what the
+        other process told last."""
         return self.supervisor.engine.stats()
+
+    async def refresh(self) -> EngineStats:
+        """`stats` of this moment, also of a model in another process.
+
+        Does not have it loaded.  A checkpoint.  Raises as `stats`.
+        """
+        engine = self.supervisor.engine
+        await refresh_if_possible(engine)
+        return engine.stats()
 
     def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
         """What happens in this model from now on, restarts included; see `Engine.events`.

@@ -15,9 +15,13 @@ from typing import Protocol
 import trio
 import trio.abc
 
+from llamad_trio.actors.nursery import run_all
 from llamad_trio.core.engine_events import EngineEvent, Lagged
 
 __all__ = ["Broadcast", "EventReader", "Source", "check_max_events"]
+
+ATTACH_S = 5.0
+"""How long a reader waits for its sources: one that does not answer is not to hold up the rest."""
 
 
 def check_max_events(max_events: object) -> None:
@@ -87,7 +91,10 @@ class Source(Protocol):
     """Publishes events that come from elsewhere."""
 
     async def attach(self) -> None:
-        """There is a reader: returns when no event is missed any more."""
+        """There is a reader: returns when no event is missed any more.
+
+        Cancelled, it is attached all the same, as soon as that can be done.
+        """
         ...
 
 
@@ -124,11 +131,14 @@ class Broadcast:
             max_events: most events that wait to be read, at least 1.  Beyond that the oldest
                 are lost.
 
-        An async context manager.  Entering it waits for its sources, if it has any; leaving
-        it waits for nothing.  Once the broadcast is closed, a reader ends after what it has.
+        An async context manager.  Entering it waits for its sources, if it has any, side by
+        side and for 5 s at most: the events of one that takes longer come from when it
+        answers.  Leaving it waits for nothing.  Once the broadcast is closed, a reader ends
+        after what it has.
 
         Raises:
             ValueError: `max_events` is no whole number of at least 1.
+            InferenceError: a source cannot be attached; the next reader may try again.
         """
         check_max_events(max_events)
         reader = EventReader(max_events, self._forget)
@@ -137,8 +147,9 @@ class Broadcast:
         else:
             self._readers.append(reader)
         try:
-            for source in tuple(self._sources):
-                await source.attach()
+            if self._sources:
+                with trio.move_on_after(ATTACH_S):
+                    await run_all([source.attach for source in self._sources])
             yield reader
         finally:
             reader.close()

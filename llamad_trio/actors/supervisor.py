@@ -86,7 +86,7 @@ class Supervisor:
         self._has_been_ready = False
         self._ended = trio.Event()  # of this life, or the last one
         self._ended.set()
-        self._is_removed = False
+        self._end: LlamadError | None = None  # why it is supervised no more
         self._changed = trio.Event()
         self._n_uses = 0
         # From the load to the end of the engine; and while it is ready, with the deadline
@@ -102,8 +102,11 @@ class Supervisor:
 
         Raises:
             EngineClosed: it is not.
+            RestartsExhausted: it was given up.
             LlamadError: it could not be loaded.
         """
+        if self._end is not None:
+            raise copy.copy(self._end)
         if self._error is not None:
             raise copy.copy(self._error)
         if self._engine is None:
@@ -122,6 +125,7 @@ class Supervisor:
         Raises:
             LlamadError: it could not be loaded.
             EngineClosed: the model was removed.
+            RestartsExhausted: it was given up; told to those whom that does not cancel.
         """
         if (self._loads_on_request or self._has_been_ready) and self._ended.is_set():
             self._error = None
@@ -139,8 +143,11 @@ class Supervisor:
         """
         with self._used():
             while not self.is_ready:
-                if self._is_removed:
-                    raise EngineClosed
+                if self._end is not None:
+                    # What ended it may end the block of models: who is in there is cancelled
+                    # now, so that the block ends with the cause and not with this.
+                    await trio.lowlevel.checkpoint()
+                    raise copy.copy(self._end)
                 if self._error is not None:
                     raise copy.copy(self._error)
                 if want and not self._is_wanted:
@@ -176,20 +183,26 @@ class Supervisor:
             RestartsExhausted: it failed more often than its policy allows.
         """
         try:
-            while True:
-                while not self._is_wanted:
-                    await self._changed.wait()
-                self._ended = trio.Event()
-                with unlimited() as self._life:
-                    await self._live()
-                self._is_wanted = False
-                self._ended.set()
-                self._become("unloaded" if self._error is None else "failed")
-                logger.info("%s is closed", self.name)
+            await self._live_again_and_again()
+        except RestartsExhausted as error:
+            self._end = error
+            raise
         finally:
-            self._is_removed = True
+            self._end = self._end or EngineClosed()
             self._ended.set()
             self._become("unloaded")
+
+    async def _live_again_and_again(self) -> None:
+        while True:
+            while not self._is_wanted:
+                await self._changed.wait()
+            self._ended = trio.Event()
+            with unlimited() as self._life:
+                await self._live()
+            self._is_wanted = False
+            self._ended.set()
+            self._become("unloaded" if self._error is None else "failed")
+            logger.info("%s is closed", self.name)
 
     async def _live(self) -> None:
         """One life, its restarts included: until it is idle, unloaded or cannot be loaded."""
@@ -264,8 +277,8 @@ class Supervisor:
                 await trio.sleep_forever()
             finally:
                 self._engine = None
-                is_orderly = self._ready.cancel_called or self._life.cancel_called
-                self._become("unloaded" if is_orderly else "backing off")
+                # One that broke is shut before this ends; one that is closed, afterwards.
+                self._become("unloaded" if engine.is_open else "backing off")
 
     @contextmanager
     def _used(self) -> Iterator[None]:

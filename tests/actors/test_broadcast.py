@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +12,14 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.actors.broadcast import Broadcast
-from llamad_trio.core.engine_events import EngineStopped, Lagged
+from llamad_trio.actors.broadcast import ATTACH_S, Broadcast
+from llamad_trio.actors.relay import EventRelay
+from llamad_trio.core.engine_events import EngineStopped, FirstToken, Lagged
+from llamad_trio.core.errors import InferenceError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from llamad_trio.actors.broadcast import EventReader
     from llamad_trio.core.engine_events import EngineEvent
 
@@ -196,3 +201,101 @@ async def test_a_reader_that_waits_has_no_task_and_no_deadline_of_its_own() -> N
             await trio.testing.wait_all_tasks_blocked()
             assert trio.lowlevel.current_statistics().seconds_to_next_deadline == math.inf
             publish(broadcast, 1)
+
+
+# -- sources ------------------------------------------------------------------------------
+
+
+class Stuck:
+    """A source that never answers."""
+
+    async def attach(self) -> None:
+        await trio.sleep_forever()
+
+
+class Healthy:
+    """A source that answers at once."""
+
+    def __init__(self) -> None:
+        self.attached = trio.Event()
+
+    async def attach(self) -> None:
+        self.attached.set()
+
+
+class Refused:
+    """A source that cannot be attached, as is found out after a while."""
+
+    async def attach(self) -> None:
+        await trio.sleep(0.5)
+        raise InferenceError("no descriptors")
+
+
+async def test_a_source_that_is_stuck_keeps_a_reader_for_a_bounded_time(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    broadcast = Broadcast()
+    began = trio.current_time()
+    with broadcast.fed_by(Stuck()), broadcast.fed_by(Stuck()):
+        async with broadcast.subscribe() as reader:
+            assert trio.current_time() - began == pytest.approx(ATTACH_S)
+            publish(broadcast, 1)
+            assert await reader.receive() == event(1)
+
+
+async def test_a_source_that_is_stuck_keeps_no_other_from_being_attached(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    broadcast, healthy = Broadcast(), Healthy()
+    with broadcast.fed_by(Stuck()), broadcast.fed_by(healthy):
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                async with broadcast.subscribe():
+                    pytest.fail("it was let in")
+
+            nursery.start_soon(read)
+            await trio.testing.wait_all_tasks_blocked()
+            assert healthy.attached.is_set()
+            nursery.cancel_scope.cancel()
+    assert not broadcast.has_readers
+
+
+async def test_a_source_that_cannot_be_attached_is_told_although_another_is_stuck(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    broadcast = Broadcast()
+    async with broadcast.subscribe() as other:
+        with broadcast.fed_by(Stuck()), broadcast.fed_by(Refused()):
+            began = trio.current_time()
+            with pytest.raises(InferenceError, match="no descriptors"):
+                async with broadcast.subscribe():
+                    pytest.fail("it was let in")
+            assert trio.current_time() - began == pytest.approx(0.5)
+        publish(broadcast, 1)
+        assert await other.receive() == event(1)
+
+
+async def test_the_events_of_a_source_that_was_stuck_come_once_it_answers(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    elsewhere, here = Broadcast(), Broadcast()
+    answers = trio.Event()
+    token = FirstToken(time=1.0, engine="e", request_id=1, ttft_s=0.1)
+
+    @asynccontextmanager
+    async def open_events() -> AsyncIterator[EventReader]:
+        await answers.wait()
+        async with elsewhere.subscribe() as events:
+            yield events
+
+    relay = EventRelay(open_events, here)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(relay.run)
+        with here.fed_by(relay):
+            async with here.subscribe() as reader:
+                answers.set()
+                await trio.testing.wait_all_tasks_blocked()
+                elsewhere.publish(token)
+                assert await reader.receive() == token
+        relay.end(InferenceError("over"))
