@@ -224,7 +224,8 @@ def test_field_of_a_request_is_there_with_its_default(field: attrs.Attribute[obj
     assert default == ("none" if value is None else f"`{json.dumps(value)}`")
 
 
-NUMBERS = [f.name for f in attrs.fields(Request) if f.type in (int, float, int | None)]
+OF_REQUESTS = attrs.fields(attrs.resolve_types(Request))
+NUMBERS = [field.name for field in OF_REQUESTS if field.type in (int, float, int | None)]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
