@@ -37,7 +37,7 @@ from llamad_trio.core.events import Done, TextDelta
 from llamad_trio.core.limits import Limits
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.info import DaemonStats, ModelStats
-from llamad_trio.watch.freshness import refresh_if_possible
+from llamad_trio.watch.freshness import refresh_all
 from llamad_trio.wire.calls import (
     Call,
     CallId,
@@ -230,12 +230,6 @@ class _Server:
             for name, engine in self.engines.items()
         ]
 
-    async def refresh(self) -> None:
-        """Ask the engines in other processes how they are.  A checkpoint."""
-        async with trio.open_nursery() as nursery:
-            for engine in self.engines.values():
-                nursery.start_soon(refresh_if_possible, engine)
-
     def stats(self) -> Reply:
         """What `DaemonStats` is made of."""
         seen = {name: _seen(engine) for name, engine in self.engines.items()}
@@ -402,7 +396,7 @@ class _Client:
             case Models():
                 reply = {"models": server.models()}
             case Stats():
-                await server.refresh()
+                await refresh_all(server.engines.values())
                 reply = server.stats()
             case Metrics():
                 if server.metrics is None:

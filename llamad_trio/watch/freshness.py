@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ import trio
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.info import EngineStats
 
-__all__ = ["REFRESH_S", "refresh_if_possible"]
+__all__ = ["REFRESH_S", "refresh_all", "refresh_if_possible"]
 
 REFRESH_S = 1.0
 """How long an engine has to answer, in seconds."""
@@ -34,3 +35,10 @@ async def refresh_if_possible(engine: object) -> None:
     if isinstance(engine, _Refreshable):
         with trio.move_on_after(REFRESH_S), suppress(LlamadError):
             await engine.refresh()
+
+
+async def refresh_all(engines: Iterable[object]) -> None:
+    """`refresh_if_possible` for several engines, all at once.  A checkpoint."""
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(refresh_if_possible, engine)

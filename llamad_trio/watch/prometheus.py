@@ -35,7 +35,7 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.info import EngineStats
 from llamad_trio.watch import EventSource, follow
-from llamad_trio.watch.freshness import refresh_if_possible
+from llamad_trio.watch.freshness import refresh_all
 
 __all__ = ["CONTENT_TYPE", "EngineMetrics"]
 
@@ -148,9 +148,7 @@ class EngineMetrics:
 
         A checkpoint.  For an engine that does not answer within a second, those it told last.
         """
-        async with trio.open_nursery() as nursery:
-            for engine in self._engines.values():
-                nursery.start_soon(refresh_if_possible, engine)
+        await refresh_all(self._engines.values())
         stats = self._stats()
         return await trio.to_thread.run_sync(_text, stats, self._registry, limiter=self._limiter)
 
