@@ -38,6 +38,7 @@ __all__ = [
     "running_scripts",
     "scripted",
     "served",
+    "telling",
     "until",
 ]
 
@@ -53,6 +54,18 @@ def scripted(
         replies = replies or {"endless": "la " * 30_000, "": "42"}
         model = ScriptedModel(replies, decode_s=decode_s, n_ctx_train=100_000)
     return partial(open_scripted_engine, model, **{"n_ctx": 100_000, **config})
+
+
+def telling(tokens: list[trio.lowlevel.TrioToken]) -> Opener:
+    """Opens a scripted engine, and tells the token of the Trio run that it is in."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[EngineLike]:
+        tokens.append(trio.lowlevel.current_trio_token())
+        async with scripted()() as engine:
+            yield engine
+
+    return opened
 
 
 @asynccontextmanager

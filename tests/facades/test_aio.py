@@ -43,6 +43,7 @@ from tests.facades import (
     lazy,
     scripted,
     served,
+    telling,
     until,
 )
 from tests.facades.test_blocking import ASKED, CAT, ENDLESS, comparable
@@ -495,12 +496,6 @@ def test_leaving_the_block_ends_the_calls_of_all_other_tasks(tiny_path: Path) ->
 def test_the_background_thread_cannot_wait_for_itself() -> None:
     tokens: list[trio.lowlevel.TrioToken] = []
 
-    @asynccontextmanager
-    async def opener() -> AsyncIterator[EngineLike]:
-        tokens.append(trio.lowlevel.current_trio_token())
-        async with scripted()() as engine:
-            yield engine
-
     async def use(eng: AsyncEngine) -> None:
         def from_inside(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
             with pytest.raises(RuntimeError, match="its own background thread"):
@@ -511,7 +506,7 @@ def test_the_background_thread_cannot_wait_for_itself() -> None:
                 await asyncio.to_thread(from_inside, call)
             assert await anext(pieces)
 
-    with_engine(aio.open_with(opener), use)
+    with_engine(aio.open_with(telling(tokens)), use)
 
 
 def test_a_model_that_is_not_loaded_has_no_statistics_and_hangs_nobody() -> None:

@@ -55,6 +55,7 @@ from tests.facades import (
     lazy,
     scripted,
     served,
+    telling,
     until,
 )
 
@@ -704,14 +705,7 @@ def test_it_can_be_called_inside_other_event_loops() -> None:
 
 def test_the_background_thread_cannot_wait_for_itself() -> None:
     tokens: list[trio.lowlevel.TrioToken] = []
-
-    @asynccontextmanager
-    async def opener() -> AsyncIterator[EngineLike]:
-        tokens.append(trio.lowlevel.current_trio_token())
-        async with scripted()() as engine:
-            yield engine
-
-    with blocking.open_with(opener) as eng:
+    with blocking.open_with(telling(tokens)) as eng:
         with eng.stream("the cat") as pieces:
             for call in (eng.stats, partial(eng.complete, "the cat"), eng.close, pieces.close):
                 with pytest.raises(RuntimeError, match="its own background thread"):
