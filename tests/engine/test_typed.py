@@ -163,7 +163,10 @@ async def test_a_small_model_writes_what_it_was_told(engine: Engine) -> None:
     assert done.generated_tokens <= 40
     mood = await engine.complete("Is a sunny day good or bad?", into=Mood, max_tokens=8)
     assert isinstance(mood.value, Mood)
-    row = await engine.complete("Number one.", into=Row, max_tokens=30, temperature=1.0, seed=1)
+    # Greedy: how many digits a number has is nobody's choice otherwise, on any machine.
+    row = await engine.complete(
+        "What is 1 + 1? Answer in JSON.", into=Row, max_tokens=40, temperature=0
+    )
     assert row.value is not None
     assert row.value["tag"] in ("a", "b")
 
