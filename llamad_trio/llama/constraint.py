@@ -9,7 +9,6 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol
 
 import attrs
@@ -140,6 +139,7 @@ class Compiler:
 
     vocabulary: Vocabulary
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _made: llguidance.LLTokenizer | None = attrs.field(default=None, init=False)
 
     def compile(self, constraint: Constraint) -> Matcher:
         """Compile a constraint, and find what may come first.
@@ -151,8 +151,7 @@ class Compiler:
         if constraint.after is not None:
             # By itself first: what comes before it can always be satisfied.
             self.compile(attrs.evolve(constraint, after=None))
-        with self._lock:
-            tokenizer = self._tokenizer
+        tokenizer = self._tokenizer()
         grammar = self._grammar(constraint)
         inner = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         matcher = Matcher(inner, tokenizer.vocab_size)
@@ -164,11 +163,17 @@ class Compiler:
             raise ProtocolError(f"{constraint.kind}: no text satisfies it")
         return matcher
 
-    @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        # In two parts, because each holds Python's lock.
-        tokenizer = self.vocabulary.tokenizer(self.vocabulary.pieces())
-        return tokenizer.with_slices(llguidance.LLTokenizer.general_slices())
+        with self._lock:
+            if self._made is None:
+                # In two parts, because each holds Python's lock.
+                tokenizer = self.vocabulary.tokenizer(self.vocabulary.pieces())
+                self._made = tokenizer.with_slices(llguidance.LLTokenizer.general_slices())
+            return self._made
+
+    def close(self) -> None:
+        """Forget the tokenizer, which is tens of megabytes, whoever still knows the compiler."""
+        self._made = None
 
     def _grammar(self, constraint: Constraint) -> str:
         body = _body(constraint)

@@ -25,9 +25,11 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
 from llamad_trio.core.memory import MemoryEstimate
 from llamad_trio.llama import backend, gguf
+from llamad_trio.llama.constraint import Compiler
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.model import Model, check_file, load_failure
 from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.vocabulary import LlamaVocabulary
 
 __all__ = ["estimate"]
 
@@ -135,6 +137,7 @@ class _WeightlessRuntime(LlamaRuntime):
             self._context = Context(self.model, self.config, self._n_seqs())
             undo.pop_all()
         self._samplers = {}
+        self._compiler = Compiler(LlamaVocabulary(self.model))
         self.n_scores = self._n_scores()
 
     def _n_scores(self) -> int:

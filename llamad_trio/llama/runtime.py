@@ -30,6 +30,7 @@ from llamad_trio.core.plan import (
     Work,
 )
 from llamad_trio.core.runtime import ModelFacts
+from llamad_trio.llama import heap
 from llamad_trio.llama.constraint import Compiler, Matcher
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.model import Model
@@ -65,7 +66,7 @@ class LlamaRuntime:
         n_cores: int,
         on_progress: Callable[[float], bool],
     ) -> None:
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, heap.large_blocks_apart():
             self.model: Model = Model(path, config, on_progress)
             undo.callback(self.model.close)
             self.model.require_generation()
@@ -216,8 +217,10 @@ class LlamaRuntime:
         for sampler in self._samplers.values():
             sampler.close()
         self._samplers.clear()
+        self._compiler.close()
         self._context.close()
         self.model.close()
+        heap.give_back()
 
     def _arrange(self, operations: Sequence[MemoryOp]) -> tuple[frozenset[int], dict[int, bytes]]:
         """Make the memory operations.

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +24,7 @@ from llamad_trio.llama import estimate as module
 from llamad_trio.llama.estimate import estimate
 from llamad_trio.llama.gguf import read_layout
 from llamad_trio.llama.runtime import LlamaRuntime
+from tests.apart import run_apart
 from tests.llama.growth import peak_bytes, print_growth, print_peak
 from tests.models import DECODER_KINDS, Kind, TinyModels
 
@@ -94,27 +92,11 @@ def tiny(tiny_model: TinyModels, name: str) -> Path:
     return tiny_model(kind, n_ctx_train=N_CTX_TRAIN)
 
 
-def run_apart(function: Callable[..., None], *args: str) -> Any:
-    """Call a function in a fresh process; return what it prints, as JSON."""
-    name = function.__name__
-    code = f"import sys; from {function.__module__} import {name}; {name}(*sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        capture_output=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
-    return json.loads(done.stdout)
-
-
 # -- measured ---------------------------------------------------------------------------------
 
 
 def check_growth(path: Path, warm: Path, fields: dict[str, Any]) -> None:
-    config = EngineConfig(n_threads=1, **fields)
+    config = EngineConfig(n_threads=1, n_threads_batch=1, **fields)
     expected = estimate(path, config, 1).total_bytes
     grown = run_apart(print_growth, str(path), str(warm), json.dumps(fields))
     assert expected == pytest.approx(grown, rel=TOLERANCE)
@@ -154,7 +136,9 @@ WITHOUT_MMAP = {"n_ctx": 512, "n_slots": 1, "use_mmap": False}
 def test_llama_cpp_agrees_when_it_really_loads(
     path_of: PathOf, caplog: pytest.LogCaptureFixture, name: str, fields: dict[str, Any]
 ) -> None:
-    check_with_llama_cpp(path_of(name), EngineConfig(n_threads=1, **fields), caplog)
+    check_with_llama_cpp(
+        path_of(name), EngineConfig(n_threads=1, n_threads_batch=1, **fields), caplog
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"use_mmap": False}], ids=str)
@@ -168,7 +152,7 @@ def test_llama_cpp_agrees_on_matrices_it_arranges_for_the_processor(
 ) -> None:
     path = tmp_path / "quantized.gguf"
     rewrite(tiny_model("attention"), path, without=without, quantized=True)
-    check_with_llama_cpp(path, EngineConfig(n_threads=1, **fields), caplog)
+    check_with_llama_cpp(path, EngineConfig(n_threads=1, n_threads_batch=1, **fields), caplog)
 
 
 def test_embeddings_are_copied_only_where_they_are_the_output_matrix(
@@ -218,7 +202,9 @@ def test_the_context_is_made_as_an_engines(
     tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch, kind: Kind, fields: dict[str, Any]
 ) -> None:
     path = tiny_model(kind)
-    config = EngineConfig(n_threads=1, flash_attn=True, type_k="f32", type_v="f32", **fields)
+    config = EngineConfig(
+        n_threads=1, n_threads_batch=1, flash_attn=True, type_k="f32", type_v="f32", **fields
+    )
     made: list[dict[str, object]] = []
     make = lib.llama_init_from_model
 
@@ -239,7 +225,7 @@ def test_the_context_is_made_as_an_engines(
 
 
 def in_kv(tiny_model: TinyModels, kind: Kind, **fields: Any) -> int:
-    config = EngineConfig(n_threads=1, **fields)
+    config = EngineConfig(n_threads=1, n_threads_batch=1, **fields)
     return estimate(tiny_model(kind, n_ctx_train=N_CTX_TRAIN), config, 1).kv_bytes
 
 
