@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         RequestQueued,
         RequestStarted,
         StepDone,
+        ThreadsChanged,
     )
     from llamad_trio.core.engine_spec import EngineSpec
     from llamad_trio.core.errors import (
@@ -140,6 +141,7 @@ __all__ = [
     "StreamEvent",
     "SuffixStatus",
     "TextDelta",
+    "ThreadsChanged",
     "TokenLogprob",
     "TokenStream",
     "Tool",
@@ -178,6 +180,7 @@ _HOMES = {
         "RequestQueued",
         "RequestStarted",
         "StepDone",
+        "ThreadsChanged",
     ),
     "core.engine_spec": ("EngineSpec",),
     "core.errors": (

@@ -45,6 +45,7 @@ from llamad_trio.core.request import Message, Request
 from llamad_trio.core.runtime import LaneLike, ModelFacts, Runtime
 from llamad_trio.core.scheduler import Scheduler
 from llamad_trio.core.shelf import Shelf
+from llamad_trio.core.threads import ComputeThreads
 from llamad_trio.core.tokenizing import Scoring
 from llamad_trio.cores import physical_cores
 from llamad_trio.info import EngineStats, ModelInfo
@@ -299,6 +300,8 @@ class Engine:
             preemptions=books.preemptions,
             steps=books.steps,
             aborted_steps=books.aborted_steps,
+            n_threads=books.n_threads,
+            n_threads_batch=books.n_threads_batch,
         )
 
     def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
@@ -593,9 +596,14 @@ async def open_named_engine(
 
 def with_lane_threads(config: EngineConfig) -> EngineConfig:
     """With the threads of the lane that the application made for it, unless it says otherwise."""
-    if isinstance(config.lane, Lane) and config.n_threads is None:
-        return attrs.evolve(config, n_threads=config.lane.threads)
-    return config
+    if not isinstance(config.lane, Lane):
+        return config
+    threads = config.lane.threads
+    return attrs.evolve(
+        config,
+        n_threads=config.n_threads or threads,
+        n_threads_batch=config.n_threads_batch or threads,
+    )
 
 
 def counted(lane: LaneLike, config: EngineConfig) -> AbstractContextManager[None]:
@@ -633,12 +641,18 @@ async def run_engine(
         loading_since = trio.current_time()
     facts = runtime.facts
     assert config.n_ctx is not None
+    assert config.n_threads is not None
+    assert config.n_threads_batch is not None
+    threads = ComputeThreads(
+        config.n_threads, config.n_threads_batch, adaptive=config.adaptive_threads
+    )
     scheduler = Scheduler(
         n_slots=config.n_slots,
         n_seqs=facts.n_seqs,
         n_ctx=config.n_ctx,
         n_batch=config.n_batch,
         step_target_s=config.step_target_s,
+        threads=threads,
         reuse=_reuse(config, facts),
         shelf=_shelf(config, facts),
     )

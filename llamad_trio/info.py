@@ -59,6 +59,8 @@ class EngineStats:
         requests: number of requests by outcome: `completed`, `failed`, `cancelled`.
         preemptions: times a running request had to give its room back.
         steps, aborted_steps: steps run, and those of them that a cancel cut short.
+        n_threads, n_threads_batch: threads that compute now, steps that only decode and those
+            with prompts; fewer than the config says while others want the cores.
     """
 
     slots: Mapping[str, int]
@@ -75,6 +77,8 @@ class EngineStats:
     preemptions: int
     steps: int
     aborted_steps: int
+    n_threads: int
+    n_threads_batch: int
 
 
 @attrs.frozen(kw_only=True)

@@ -27,6 +27,7 @@ from llamad_trio.core.engine_events import (
     RequestQueued,
     RequestStarted,
     StepDone,
+    ThreadsChanged,
 )
 from llamad_trio.core.errors import LlamadError
 
@@ -154,6 +155,13 @@ class Reporter:
                     aborted=aborted,
                     slots_in_use=slots_in_use,
                 )
+            )
+
+    def threads_changed(self, n_threads: int, n_threads_batch: int) -> None:
+        """Other numbers of threads compute from now on."""
+        if self.is_heard:
+            self._broadcast.publish(
+                ThreadsChanged(**self._now(), n_threads=n_threads, n_threads_batch=n_threads_batch)
             )
 
     def _now(self) -> _Event:

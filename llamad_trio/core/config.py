@@ -79,9 +79,12 @@ class EngineConfig:
             (256 in today's version).  Slots share the pool.
         n_ctx: tokens in the KV pool; `None` is 4096, or what the model was trained
             for if that is less.
-        n_threads: threads for steps that only decode; `None` is the physical cores
+        n_threads: most threads for steps that only decode; `None` is the physical cores
             this process may use.
-        n_threads_batch: threads for steps with prompts; `None` is `n_threads`.
+        n_threads_batch: most threads for steps with prompts; `None` is the physical cores,
+            whatever `n_threads` is.
+        adaptive_threads: compute with fewer threads while others want the cores, too, if
+            that is faster; otherwise always with as many.
         kv_cache: reuse the KV of ended requests for prompts that begin alike.
         n_batch: most tokens in a step, at least `n_slots`.
         max_queue: waiting requests beyond this are refused with `Busy`; `None` is no limit.
@@ -110,6 +113,9 @@ class EngineConfig:
     )
     n_threads_batch: int | None = attrs.field(
         default=None, metadata={CONVERT: optional(whole_number("n_threads_batch", 1, MAX_THREADS))}
+    )
+    adaptive_threads: bool = attrs.field(
+        default=True, metadata={CONVERT: boolean("adaptive_threads")}
     )
     kv_cache: bool = attrs.field(default=True, metadata={CONVERT: boolean("kv_cache")})
     n_batch: int = attrs.field(
@@ -201,13 +207,13 @@ class EngineConfig:
         """
         n_ctx = self.n_ctx or min(DEFAULT_N_CTX, n_ctx_train or DEFAULT_N_CTX)
         n_slots = min(self.n_slots, max_slots)
-        n_threads = self.n_threads or min(n_cores, MAX_THREADS)
+        n_cores = min(n_cores, MAX_THREADS)
         return attrs.evolve(
             self,
             n_slots=n_slots,
             n_ctx=n_ctx,
-            n_threads=n_threads,
-            n_threads_batch=self.n_threads_batch or n_threads,
+            n_threads=self.n_threads or n_cores,
+            n_threads_batch=self.n_threads_batch or n_cores,
             n_batch=max(self.n_batch, n_slots),
         )
 
@@ -229,6 +235,7 @@ _ENVIRONMENT: dict[str, Callable[[str], int | bool | None]] = {
     "n_ctx": _parse_int,
     "n_threads": _parse_int,
     "n_threads_batch": _parse_int,
+    "adaptive_threads": _parse_bool,
     "kv_cache": _parse_bool,
     "n_batch": _parse_int,
     "max_queue": _parse_int,

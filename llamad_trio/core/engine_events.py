@@ -36,6 +36,7 @@ __all__ = [
     "RequestQueued",
     "RequestStarted",
     "StepDone",
+    "ThreadsChanged",
 ]
 
 RequestKind = Literal["chat", "completion", "score", "prefill"]
@@ -207,6 +208,17 @@ class StepDone(_Event):
 
 
 @attrs.frozen(kw_only=True)
+class ThreadsChanged(_Event):
+    """The engine computes with another number of threads, because others want the cores, too,
+    or do no longer: `n_threads` for steps that only decode, `n_threads_batch` for those with
+    prompts.
+    """
+
+    n_threads: int
+    n_threads_batch: int
+
+
+@attrs.frozen(kw_only=True)
 class Lagged(_Event):
     """In place of the `n_lost` events that this reader was too slow for.
 
@@ -230,5 +242,6 @@ EngineEvent = (
     | RequestFailed
     | RequestCancelled
     | StepDone
+    | ThreadsChanged
     | Lagged
 )

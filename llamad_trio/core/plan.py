@@ -145,10 +145,12 @@ class Work:
 class StepPlan:
     """One step: first the memory operations, in order, then all `work` in one batch.
 
-    Without work, only the memory operations are made.
+    Without work, only the memory operations are made.  `n_threads` is how many compute it; 0
+    is as many as before.
     """
 
     work: tuple[Work, ...]
+    n_threads: int = 0
     memory: tuple[MemoryOp, ...] = ()
     new_samplers: tuple[SamplerSpec, ...] = ()
     old_samplers: tuple[int, ...] = ()
@@ -203,7 +205,9 @@ class StepResult:
         cleared: sequences that lost *all* their tokens, because the model's memory
             cannot be rolled back to a position.
         saved: by key, the states that were to be saved and could be.
-        elapsed_s: seconds the computation took.
+        elapsed_s: seconds the step took.
+        compute_s: seconds of these in llama.cpp; 0 if they are not known.
+        waited_s: seconds of these for which the lane's thread had no core.
         reason: why, when the status is `FAILED`.
     """
 
@@ -214,4 +218,6 @@ class StepResult:
     cleared: frozenset[int] = frozenset()
     saved: Mapping[int, bytes] = attrs.field(factory=dict)
     elapsed_s: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
     reason: str = ""

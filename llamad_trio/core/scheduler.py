@@ -46,6 +46,7 @@ from llamad_trio.core.pool import Pool, Reuse
 from llamad_trio.core.prefix import Match, common_length
 from llamad_trio.core.shelf import Shelf, Snapshot
 from llamad_trio.core.stop import StopMatcher
+from llamad_trio.core.threads import ComputeThreads
 from llamad_trio.core.utf8 import Utf8Assembler
 
 __all__ = ["Event", "Failed", "Finished", "Piece", "Scheduler", "SchedulerStats"]
@@ -168,6 +169,8 @@ class SchedulerStats:
     preemptions: int
     steps: int
     aborted_steps: int
+    n_threads: int
+    n_threads_batch: int
 
 
 class Scheduler:
@@ -179,6 +182,7 @@ class Scheduler:
         n_ctx: tokens in the KV pool, shared by all slots.
         n_batch: most tokens in a step, at least `n_slots`.
         step_target_s: seconds a step with running streams should take.
+        threads: chooses how many compute a step.
         reuse: what requests can take over from each other.
         shelf: where prefixes go that leave the pool, if anywhere.
 
@@ -194,6 +198,7 @@ class Scheduler:
         n_ctx: int,
         n_batch: int,
         step_target_s: float,
+        threads: ComputeThreads,
         reuse: Reuse,
         shelf: Shelf | None = None,
     ) -> None:
@@ -203,6 +208,7 @@ class Scheduler:
         self._n_slots = n_slots
         self._n_seqs = n_seqs
         self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
+        self._threads = threads
         self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=shelf)
         self._runs: dict[int, _Run] = {}
         self._running: list[_Run] = []  # those that hold a slot, oldest first
@@ -288,6 +294,11 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
+    @property
+    def threads_in_force(self) -> tuple[int, int]:
+        """How many threads compute steps that only decode, and those with prompts."""
+        return self._threads.in_force
+
     def stats(self) -> SchedulerStats:
         """A snapshot."""
         running = self._running
@@ -310,6 +321,8 @@ class Scheduler:
             preemptions=totals["preemptions"],
             steps=totals["steps"],
             aborted_steps=totals["aborted_steps"],
+            n_threads=self.threads_in_force[0],
+            n_threads_batch=self.threads_in_force[1],
         )
 
     # -- what sessions ask ------------------------------------------------------------
@@ -387,6 +400,7 @@ class Scheduler:
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
+            n_threads=self._threads.choose(with_prompt=sum(self._growth.values()) > sum(decoding)),
             memory=self._pool.take_ops(),
             new_samplers=tuple(self._new_samplers(work)),
             old_samplers=tuple(self._old_samplers),
@@ -404,7 +418,7 @@ class Scheduler:
         events: list[Event] = []
         match result.status:
             case StepStatus.DONE:
-                self._measure(plan, result.elapsed_s)
+                self._measure(plan, result)
                 for work in plan.work:
                     events += self._advance(work, result)
             case StepStatus.ABORTED:
@@ -618,11 +632,17 @@ class Scheduler:
 
     # -- applying a result ------------------------------------------------------------
 
-    def _measure(self, plan: StepPlan, elapsed_s: float) -> None:
-        n_decode = self._n_decode
+    def _measure(self, plan: StepPlan, result: StepResult) -> None:
+        n_decode, elapsed_s = self._n_decode, result.elapsed_s
         n_prefill = plan.n_tokens - n_decode
         self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
         n_generated, n_prompt = self._n_generated, plan.n_tokens - self._n_generated
+        self._threads.observe(
+            with_prompt=n_prompt > 0,
+            n_rows=plan.n_tokens,
+            elapsed_s=result.compute_s,
+            waited_s=result.waited_s,
+        )
         self._totals["decode_tokens"] += n_generated
         self._totals["prefill_tokens"] += n_prompt
         # A shared step's time is split by tokens: exact when it holds one kind only.

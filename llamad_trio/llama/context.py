@@ -95,6 +95,7 @@ class Context:
             raise UnsupportedFeature("generation", f"{model.path.name} is an encoder model")
         self._n_vocab = model.n_vocab
         self._has_state = model.has_state
+        self._n_threads: int | None = None  # as the config has them
         self._n_window = lib.llama_model_n_swa(model.pointer)
 
     def close(self) -> None:
@@ -110,6 +111,15 @@ class Context:
     def clear_abort(self) -> None:
         """Let steps run again."""
         self._abort_flag[0] = b"\x00"
+
+    def use_threads(self, n_threads: int) -> None:
+        """Compute the following batches with as many threads, whatever is in them.
+
+        llama.cpp's own two numbers are for batches of one token and for all others.
+        """
+        if n_threads != self._n_threads:
+            lib.llama_set_n_threads(self.pointer, n_threads, n_threads)
+            self._n_threads = n_threads
 
     # -- memory -----------------------------------------------------------------------------
 

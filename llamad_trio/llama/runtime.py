@@ -199,10 +199,21 @@ class LlamaRuntime:
         for work in plan.work:
             n_outputs = max(int(work.sample), len(work.targets))
             batch.add(work.tokens, pos=work.pos, seq=work.seq, n_outputs=n_outputs)
+        if plan.n_threads:
+            context.use_threads(plan.n_threads)
+        began, had_core = time.perf_counter(), time.thread_time()
         code = batch.decode(context.pointer)
         if code != 0:
             return self._roll_back(plan, code)
-        return attrs.evolve(self._read_logits(plan.work), elapsed_s=time.perf_counter() - start)
+        compute_s = time.perf_counter() - began
+        waited_s = compute_s - (time.thread_time() - had_core)
+        result = self._read_logits(plan.work)
+        return attrs.evolve(
+            result,
+            elapsed_s=time.perf_counter() - start,
+            compute_s=compute_s,
+            waited_s=max(waited_s, 0.0),
+        )
 
     def request_abort(self) -> None:
         """Stop the running step at the next graph node.  From any thread."""

@@ -29,6 +29,7 @@ from llamad_trio.core.engine_events import (
     RequestFailed,
     RequestFinished,
     RequestPreempted,
+    ThreadsChanged,
 )
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.watch import EventSource, follow
@@ -46,6 +47,7 @@ DEFAULT_EVENTS: Collection[type[EngineEvent]] = (
     RequestFailed,
     RequestCancelled,
     RequestPreempted,
+    ThreadsChanged,
     Lagged,
 )
 """How each request and each engine fared; not what comes many times a second."""

@@ -209,6 +209,7 @@ class _StatsCollector(Collector):
         yield _counter(
             stats, "preemptions", "Running requests that gave way.", lambda s: s.preemptions
         )
+        yield _gauge(stats, "threads", "Threads that compute, by step.", _threads, "kind")
 
 
 def _kv_tokens(stats: EngineStats) -> Mapping[str, float]:
@@ -229,6 +230,10 @@ def _tokens(stats: EngineStats) -> Mapping[str, float]:
 
 def _seconds(stats: EngineStats) -> Mapping[str, float]:
     return {"prefill": stats.prefill_s, "decode": stats.decode_s}
+
+
+def _threads(stats: EngineStats) -> Mapping[str, float]:
+    return {"prefill": stats.n_threads_batch, "decode": stats.n_threads}
 
 
 Read = Callable[[EngineStats], Mapping[str, float] | float]

@@ -80,7 +80,9 @@ async def own_lanes(model: str) -> dict[str, float]:
 async def _opened(
     model: str, n_threads: int | None, lanes: Sequence[Lane]
 ) -> AsyncIterator[list[_Side]]:
-    config = EngineConfig(kv_cache=False, n_ctx=2048, n_threads=n_threads)
+    config = EngineConfig(
+        kv_cache=False, n_ctx=2048, n_threads=n_threads, n_threads_batch=n_threads
+    )
     async with AsyncExitStack() as stack:
         sides = []
         for name, lane in zip((model, OTHER), lanes, strict=True):

@@ -34,6 +34,7 @@ from tests.benchmarks.daemon import killed_client, socket_latency, socket_ratio
 from tests.benchmarks.events import events_cost
 from tests.benchmarks.facades import blocking_ratio
 from tests.benchmarks.lanes import own_lanes
+from tests.benchmarks.neighbours import busy_neighbour
 from tests.benchmarks.several import isolation_ratio, neighbour_ratio, restart_delay
 
 WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
@@ -266,6 +267,10 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "events_cost": (events_cost, "no reader 0.995, one reader 0.98 at least"),
     "blocking_ratio": (blocking_ratio, "0.97 at least"),
     "neighbour_ratio": (neighbour_ratio, "0.97 at least"),
+    "busy_neighbour": (
+        busy_neighbour,
+        "quiet 0.97, busy 1.8, two processes 1.5 at least, back in 3 s at most",
+    ),
     "own_lanes": (own_lanes, "1.3 at least"),
     "isolation_ratio": (isolation_ratio, "0.95 at least"),
     "restart_delay": (restart_delay, "0.5 s at most"),

@@ -26,7 +26,7 @@ def test_inspect_tells_the_estimate_for_a_config(
 ) -> None:
     path = tiny_model("hybrid")
     told = json.loads(command_line("inspect", str(path), "--json", *options).out)["memory"]
-    found = trio.run(estimate_memory, path, EngineConfig(n_threads=1, **fields))
+    found = trio.run(estimate_memory, path, EngineConfig(n_threads=1, n_threads_batch=1, **fields))
     assert told.pop("total_bytes") == found.total_bytes == sum(told.values())
     assert told == {
         "weights_bytes": found.weights_bytes,

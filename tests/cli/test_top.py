@@ -59,6 +59,8 @@ STATS = EngineStats(
     preemptions=0,
     steps=50,
     aborted_steps=0,
+    n_threads=2,
+    n_threads_batch=2,
 )
 
 

@@ -32,6 +32,7 @@ from llamad_trio.core.scheduler import (
     Piece,
     Scheduler,
 )
+from llamad_trio.core.threads import ComputeThreads
 from tests.core.fake_memory import (
     Cell,
     EndlessModel,
@@ -171,6 +172,7 @@ class CheckedScheduler:
             n_ctx=n_ctx,
             n_batch=n_batch,
             step_target_s=step_target_s,
+            threads=ComputeThreads(1, 1, adaptive=False),
             reuse=reuse,
         )
         self.pool = self.scheduler._pool

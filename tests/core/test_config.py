@@ -143,6 +143,7 @@ def test_every_variable_of_the_contract_is_read() -> None:
         "LLAMAD_N_CTX": " 1024 ",
         "LLAMAD_N_THREADS": "3",
         "LLAMAD_N_THREADS_BATCH": "5",
+        "LLAMAD_ADAPTIVE_THREADS": "no",
         "LLAMAD_KV_CACHE": "off",
         "LLAMAD_N_BATCH": "64",
         "LLAMAD_MAX_QUEUE": "7",
@@ -154,6 +155,7 @@ def test_every_variable_of_the_contract_is_read() -> None:
         n_ctx=1024,
         n_threads=3,
         n_threads_batch=5,
+        adaptive_threads=False,
         kv_cache=False,
         n_batch=64,
         max_queue=7,
@@ -226,7 +228,7 @@ def test_the_pool_is_4096_tokens_or_what_the_model_was_trained_for(
     ("fields", "threads"),
     [
         ({}, (6, 6)),
-        ({"n_threads": 2}, (2, 2)),
+        ({"n_threads": 2}, (2, 6)),
         ({"n_threads_batch": 3}, (6, 3)),
         ({"n_threads": 2, "n_threads_batch": 4}, (2, 4)),
     ],
@@ -239,7 +241,8 @@ def test_threads_are_the_cores_unless_told(
 
 
 def test_more_cores_than_llama_cpp_takes_threads_are_clamped() -> None:
-    assert resolved(n_cores=1000).n_threads == 256
+    config = resolved(n_cores=1000)
+    assert (config.n_threads, config.n_threads_batch) == (256, 256)
 
 
 def test_slots_are_no_more_than_llama_cpp_allows() -> None:

@@ -447,7 +447,12 @@ WRONG: dict[tuple[str, ...], tuple[str, ...]] = {
         "request_timeout_s",
         "stream_timeout_s",
     ): ("true", '"5"', "[]", "{}"),
-    ("kv_cache", "use_mmap", "use_mlock", "flash_attn"): ("1", '"on"', "[]", "{}"),
+    ("adaptive_threads", "kv_cache", "use_mmap", "use_mlock", "flash_attn"): (
+        "1",
+        '"on"',
+        "[]",
+        "{}",
+    ),
     ("split_mode", "type_k", "type_v", "lane"): ("1", "true", '"other"', "[]", "{}"),
     ("tensor_split",): ('"1"', "1", "[true]", '["1"]', "{}"),
     ("prompt_cache_dir",): ("1", "true", "[]", "{}"),

@@ -156,6 +156,8 @@ STATS = unstructure(
         preemptions=0,
         steps=0,
         aborted_steps=0,
+        n_threads=2,
+        n_threads_batch=2,
     )
 )
 

@@ -40,11 +40,11 @@ __all__ = [
 
 # OpenMP's threads wait for each other at every graph node: with a second one, whatever else
 # the machine computes slows the tests down by a hundred times.
-ONE_THREAD = EngineConfig(n_threads=1)
+ONE_THREAD = EngineConfig(n_threads=1, n_threads_batch=1)
 
 # With these, how a tiny model's prompt is cut and who is beside it move a logit by 0.00001; with
 # the defaults by 0.01, which is enough to change what is drawn now and then.
-EXACT = EngineConfig(n_threads=1, type_k="f32", type_v="f32", flash_attn=False)
+EXACT = EngineConfig(n_threads=1, n_threads_batch=1, type_k="f32", type_v="f32", flash_attn=False)
 
 ENDLESS = 1_000_000
 """A `max_tokens` that only the pool ends."""

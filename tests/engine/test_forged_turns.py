@@ -57,7 +57,7 @@ class Vocabulary:
     """A model's vocabulary, and a template for it: the part of an engine that makes prompts."""
 
     def __init__(self, path: Path, start: str, end: str, template: str = TEMPLATE) -> None:
-        self.model = Model(path, EngineConfig(n_threads=1), lambda _: True)
+        self.model = Model(path, EngineConfig(n_threads=1, n_threads_batch=1), lambda _: True)
         self.start, self.end = start, end
         self.control = self.model.control_tokens
         self.source = template.replace("START", start).replace("END", end)

@@ -44,7 +44,7 @@ trio.Process.wait = wait
 
 async def main():
     try:
-        async with open_engine(path, EngineConfig(n_threads=1), isolation="process") as engine:
+        async with open_engine(path, EngineConfig(n_threads=1, n_threads_batch=1), isolation="process") as engine:
             async with engine.stream("the cat", max_tokens=10**5) as pieces:
                 await pieces.receive()
                 if is_stuck:

@@ -388,7 +388,7 @@ async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> 
         from tests.engine.test_isolation import children
 
         async def main():
-            async with open_engine({str(tiny_path)!r}, isolation="process", n_threads=1) as eng:
+            async with open_engine({str(tiny_path)!r}, isolation="process", n_threads=1, n_threads_batch=1) as eng:
                 async with eng.stream("x", max_tokens=10**6) as pieces:
                     await pieces.receive()
                     print(*children(), flush=True)
@@ -473,6 +473,7 @@ async def test_it_computes_with_the_threads_of_its_lane_and_they_count(
         assert not [r for r in caplog.records if "threads on" in r.getMessage()]
         async with open_engine(tiny_path, isolation="process", lane=many) as other:
             assert other.config.n_threads == physical_cores() + 1
+            assert other.config.n_threads_batch == physical_cores() + 1
             (record,) = [r for r in caplog.records if "threads on" in r.getMessage()]
             assert "2 lanes" in record.getMessage()
 

@@ -441,7 +441,9 @@ async def test_identity_tells_models_and_what_their_kv_means_apart(
 
 
 async def test_config_tells_the_settings_in_force(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, EngineConfig(n_threads=1, n_slots=9999)) as engine:
+    async with open_engine(
+        tiny_path, EngineConfig(n_threads=1, n_threads_batch=1, n_slots=9999)
+    ) as engine:
         config = engine.config
         assert config.n_ctx == 4096
         assert (config.n_threads, config.n_threads_batch) == (1, 1)
@@ -541,7 +543,7 @@ async def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, m
         on_load = (lambda fraction: ready()) if moment == "loading" else None
 
         async def main():
-            async with open_engine(path, EngineConfig(n_threads=1), on_load=on_load) as engine:
+            async with open_engine(path, EngineConfig(n_threads=1, n_threads_batch=1), on_load=on_load) as engine:
                 if moment == "loading":
                     await trio.sleep_forever()
                 prompt = Request([7] * 4000) if moment == "reading" else "Count to a million."

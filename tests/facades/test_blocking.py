@@ -415,7 +415,7 @@ def test_ctrl_c_cancels_the_callers_request_and_no_other(run_script: RunScript) 
 
 def test_ctrl_c_ends_a_program_that_computes(run_script: RunScript, tiny_path: Path) -> None:
     script = """
-    with blocking.open_engine(sys.argv[1], n_threads=1, n_ctx=65536) as eng:
+    with blocking.open_engine(sys.argv[1], n_threads=1, n_threads_batch=1, n_ctx=65536) as eng:
         threading.Timer(0.3, lambda: (print("exits"), os.kill(os.getpid(), signal.SIGINT))).start()
         eng.complete("the cat", max_tokens=1_000_000)
     """
@@ -891,7 +891,9 @@ def test_the_interpreter_exits_with_an_engine_left_open(
 def test_the_interpreter_exits_with_a_model_that_computes(
     run_script: RunScript, tiny_path: Path
 ) -> None:
-    opened = "eng = blocking.open_engine(sys.argv[1], n_threads=1, n_ctx=65536)\n"
+    opened = (
+        "eng = blocking.open_engine(sys.argv[1], n_threads=1, n_threads_batch=1, n_ctx=65536)\n"
+    )
     script = opened + STREAM + DAEMON_THREAD + "print('exits')"
     status, lines, errors = run_script(script, str(tiny_path))
     assert (status, lines, errors) == (0, ["exits"], "")

@@ -25,6 +25,7 @@ from llamad_trio.core.plan import Copy, Drop, MemoryOp, Prepared, StepPlan, Step
 from llamad_trio.core.pool import Reuse
 from llamad_trio.core.sampling import SamplingParams
 from llamad_trio.core.scheduler import Failed, Finished, Scheduler
+from llamad_trio.core.threads import ComputeThreads
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.runtime import LlamaRuntime
 
@@ -43,6 +44,7 @@ N_SLOTS = 3
 
 EXACT = EngineConfig(
     n_threads=1,
+    n_threads_batch=1,
     n_slots=N_SLOTS,
     n_ctx=N_CTX,
     n_batch=64,
@@ -121,6 +123,7 @@ class Driver:
             n_ctx=N_CTX,
             n_batch=64,
             step_target_s=0.05,
+            threads=ComputeThreads(1, 1, adaptive=False),
             reuse=Reuse.PREFIX if runtime.facts.can_rewind else Reuse.WHOLE,
         )
         self.steps: list[Step] = []

@@ -117,6 +117,7 @@ class Books:
 def opened(path: Path, *, n_ctx: int = 2048) -> Iterator[Books]:
     config = EngineConfig(
         n_threads=1,
+        n_threads_batch=1,
         n_slots=3,
         n_ctx=n_ctx,
         n_batch=1024,

@@ -36,6 +36,8 @@ VALUES: dict[str, Any] = {
     "kind": "chat",
     "load_s": 2.5,
     "n_lost": 5,
+    "n_threads": 3,
+    "n_threads_batch": 6,
     "prefill_tokens": 4,
     "prompt_tokens": 31,
     "queued_s": 0.125,
