@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.manifest import models_dir
 
 __all__ = ["file_sha256"]
@@ -32,7 +33,7 @@ def file_sha256(path: Path, *, between_chunks: Callable[[], object] = lambda: No
     """
     stat = path.stat()
     key = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
-    store = models_dir() / "digests.json"
+    store = _store()
     known = _read(store)
     if key in known:
         return known[key]
@@ -45,7 +46,16 @@ def file_sha256(path: Path, *, between_chunks: Callable[[], object] = lambda: No
     return digest.hexdigest()
 
 
-def _read(store: Path) -> dict[str, str]:
+def _store() -> Path | None:
+    try:
+        return models_dir() / "digests.json"
+    except ModelLoadError:  # a user without a home
+        return None
+
+
+def _read(store: Path | None) -> dict[str, str]:
+    if store is None:
+        return {}
     try:
         known = json.loads(store.read_text())
     except (OSError, ValueError):
@@ -55,7 +65,9 @@ def _read(store: Path) -> dict[str, str]:
     return {k: v for k, v in known.items() if isinstance(v, str)}
 
 
-def _write(store: Path, known: dict[str, str]) -> None:
+def _write(store: Path | None, known: dict[str, str]) -> None:
+    if store is None:
+        return
     if len(known) > MAX_ENTRIES:
         known = dict([*known.items()][-1:])
     try:

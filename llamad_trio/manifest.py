@@ -21,6 +21,7 @@ from cattrs.strategies import configure_tagged_union
 from cattrs.v import format_exception
 
 from llamad_trio.core.errors import LlamadError, ModelLoadError
+from llamad_trio.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -196,14 +197,15 @@ def models_dir() -> Path:
     """The directory pulled models lie in; it may not exist yet.
 
     `LLAMAD_MODELS_DIR` when it is set and not empty, else `models` in the user's
-    cache directory for this library.
+    cache directory for this library.  Raises `ModelLoadError` for a user who has neither.
     """
     chosen = os.environ.get("LLAMAD_MODELS_DIR")
     if chosen:
         return Path(chosen).absolute()
-    import platformdirs  # here: the import costs more than the rest of this module
-
-    return Path(platformdirs.user_cache_dir("llamad-trio", appauthor=False)) / "models"
+    cache = user_cache()
+    if cache is None:
+        raise ModelLoadError("models", "there is no home to keep them in: set LLAMAD_MODELS_DIR")
+    return cache / "models"
 
 
 def known_model(name: str) -> KnownModel:
