@@ -176,6 +176,8 @@ def _rows(earlier: EngineStats | None, model: ModelStats, seconds: float) -> Ren
     table.add_row("", "", _listed({**states, "free": stats.slots.get("free", 0)}))
     table.add_row("", "queue", f"{stats.queued:,}{limit} waiting")
     table.add_row("", "speed", _speeds(earlier, stats, seconds))
+    threads = {"for decode": stats.n_threads, "for prompts": stats.n_threads_batch}
+    table.add_row("", "threads", _listed(threads))
     table.add_row("", "KV pool", _bar(pool, _POOL_CELLS, n_ctx, POOL_CELLS))
     table.add_row("", "", f"{_listed({**pool, 'free': stats.kv_free_tokens})} of {n_ctx:,} tokens")
     table.add_row("", "cached", f"{_share(stats.cached_tokens, prompt_tokens)} of prompt tokens")

@@ -133,6 +133,10 @@ def test_a_daemon_with_nothing_loaded_is_shown() -> None:
     ]
 
 
+def test_the_threads_that_compute_are_told() -> None:
+    assert line("threads", drawn(None, daemon(n_threads=1))) == "1 for decode, 2 for prompts"
+
+
 def test_each_slot_is_a_cell_by_its_state() -> None:
     lines = drawn(None, daemon())
     assert line("slots", lines) == "[DDDP==..]"
