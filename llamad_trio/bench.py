@@ -19,6 +19,7 @@ from llamad_trio.actors.loading import loaded_model
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine import Engine, run_engine
+from llamad_trio.preflight.prove import proven
 
 __all__ = ["BenchReport", "BenchRow", "run_bench"]
 
@@ -103,6 +104,7 @@ async def run_bench(
         **overrides,
     }
     config = attrs.evolve(EngineConfig.from_env(), **fields)  # type: ignore[arg-type]
+    config = await proven(config, model)
     lane = Lane()
     async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
         from llamad_trio.llama.raw_loop import RawLoop

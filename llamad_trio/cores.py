@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["physical_cores"]
+__all__ = ["cpu_quota", "physical_cores"]
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/sys/fs/cgroup")
@@ -28,7 +28,7 @@ def physical_cores(*, cpus: Path = CPUS, cgroup: Path = CGROUP) -> int:
     except AttributeError:  # not Linux
         return os.cpu_count() or 1
     cores = len({_siblings(cpus, cpu) for cpu in allowed})
-    quota = _quota(cgroup)
+    quota = cpu_quota(cgroup)
     return max(1, cores if quota is None else min(cores, math.ceil(quota)))
 
 
@@ -40,8 +40,12 @@ def _siblings(cpus: Path, cpu: int) -> str:
         return str(cpu)
 
 
-def _quota(cgroup: Path) -> float | None:
-    """CPUs' worth of time the cgroup may use, `None` without a limit."""
+def cpu_quota(cgroup: Path = CGROUP) -> float | None:
+    """CPUs' worth of time this process's cgroup may use, `None` without a limit.
+
+    Args:
+        cgroup: where the control groups are mounted (version 1 or 2).
+    """
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -49,6 +49,7 @@ from llamad_trio.core.threads import ComputeThreads
 from llamad_trio.core.tokenizing import Scoring
 from llamad_trio.cores import physical_cores
 from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.preflight.prove import proven
 from llamad_trio.scoring import choose, score
 from llamad_trio.session import Session, opened
 from llamad_trio.stream import EventStream, TicketSource, TokenStream
@@ -575,7 +576,7 @@ async def open_named_engine(
     """As `open_engine`, for who runs several: `name` and `broadcast` as for `run_engine`."""
     began = trio.current_time()
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
-    config = with_lane_threads(config)
+    config = await proven(with_lane_threads(config), model)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(lane.hosted())
         loaded = await stack.enter_async_context(loaded_model(model, config, lane, on_load))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -27,6 +26,7 @@ from llamad_trio.actors.broadcast import Broadcast, EventReader
 from llamad_trio.actors.handover import Handover
 from llamad_trio.actors.lane import Lane
 from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, uninterrupted
+from llamad_trio.actors.python_process import python_command, python_environment
 from llamad_trio.actors.relay import EventRelay
 from llamad_trio.actors.reporter import Reporter
 from llamad_trio.core.config import EngineConfig
@@ -40,14 +40,14 @@ from llamad_trio.core.errors import (
 )
 from llamad_trio.engine import counted, with_lane_threads
 from llamad_trio.info import DaemonStats
+from llamad_trio.preflight.prove import proven
 from llamad_trio.remote import RemoteEngine, stats_of
 from llamad_trio.remote_reply import RemoteEvents, RemoteReply
 from llamad_trio.wire.converter import unstructure
 
 __all__ = ["open_isolated_engine"]
 
-COMMAND = (sys.executable, "-P", "-m", "llamad_trio.isolated")
-"""Not from the working directory, unless this program imports from there, too."""
+COMMAND = python_command("llamad_trio.isolated")
 
 GRACE_S = 5.0
 """How long the process may take to end when it is told to, before it is killed: it may have
@@ -80,7 +80,8 @@ async def open_isolated_engine(
     began = trio.current_time()
     own_broadcast = Broadcast(onward=broadcast)
     reporter = Reporter(own_broadcast, name)
-    config = with_lane_threads(config)
+    # Here already: who reads this program's log is told.
+    config = await proven(with_lane_threads(config), model)
     async with _running(fspath(model)) as child:
         # What has ended already will be told when it is waited for.
         with suppress(trio.BrokenResourceError):
@@ -146,19 +147,10 @@ async def _started(fd: int) -> trio.Process:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         pass_fds=[fd],
-        env={**os.environ, "PYTHONPATH": _import_path()},
+        env=python_environment(),
         # Ctrl-C is for the program, which ends its engines itself.
         start_new_session=True,
     )
-
-
-def _import_path() -> str:
-    """Where this program imports from, for a process that is started elsewhere."""
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:  # it was removed: nothing is imported from there either
-        return os.pathsep.join(filter(os.path.isabs, sys.path))
-    return os.pathsep.join(os.path.join(here, path) for path in sys.path)
 
 
 def _order_line(model: str, config: EngineConfig, name: str) -> bytes:

@@ -18,6 +18,7 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.memory import MemoryEstimate, check_budget
 from llamad_trio.cores import physical_cores
 from llamad_trio.manifest import resolve_model
+from llamad_trio.preflight.prove import proven
 
 __all__ = [
     "MemoryEstimate",
@@ -56,6 +57,7 @@ async def estimate_memory(
     merged = EngineConfig.merged(config, overrides)
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
+    merged = await proven(merged, model)
     return await trio.to_thread.run_sync(_estimate, model, merged, limiter=limiter)
 
 

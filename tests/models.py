@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict, Unpack, get_ar
 import gguf
 import numpy as np
 import pytest
+import trio
 
+from llamad_trio.core.config import EngineConfig
 from llamad_trio.manifest import known_model
+from llamad_trio.preflight.prove import proven
 from llamad_trio.pull import PullError, pull
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ __all__ = [
     "TinyModelOptions",
     "TinyModels",
     "gemma3_path",
+    "proven_here",
     "real_model",
     "smollm2_path",
     "tiny_model",
@@ -155,6 +159,14 @@ def real_model(name: str) -> Path:
     if os.environ.get("LLAMAD_REQUIRE_MODELS") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def proven_here(config: EngineConfig) -> EngineConfig:
+    """The config with the weight buffers that work on this machine, as an engine would have it.
+
+    For tests that compute with a real model's weights and without an engine.
+    """
+    return trio.run(proven, config, "tests")
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,8 @@ def _load(
 ) -> Loaded:
     """On a worker thread."""
     # Importing llama.cpp takes half a second: here, where it blocks nobody.
-    from llamad_trio.llama.runtime import LlamaRuntime
+    with _library_errors(model):
+        from llamad_trio.llama.runtime import LlamaRuntime
 
     stopped_by: BaseException | None = None
     told = 0.0
@@ -107,6 +108,16 @@ def _load(
     except BaseException:
         runtime.close()
         raise
+
+
+@contextmanager
+def _library_errors(model: str | PathLike[str]) -> Iterator[None]:
+    """A library that cannot be loaded, or is not the one that is bound, makes the load fail."""
+    try:
+        yield
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        reason = f"llama.cpp's library cannot be loaded: {error} (docs/install.md)"
+        raise ModelLoadError(fspath(model), reason) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Errors are one line on stderr with exit status 1 (2 for usage); Ctrl-C is 130.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import NoReturn
@@ -14,6 +15,7 @@ import click
 from llamad_trio.cli.bench import bench_command
 from llamad_trio.cli.chat import chat_command
 from llamad_trio.cli.complete import complete_command
+from llamad_trio.cli.doctor import doctor_command
 from llamad_trio.cli.inspect import inspect_command
 from llamad_trio.cli.pull import models_command, pull_command
 from llamad_trio.cli.serve import serve_command
@@ -41,10 +43,12 @@ command_line.add_command(pull_command)
 command_line.add_command(models_command)
 command_line.add_command(inspect_command)
 command_line.add_command(bench_command)
+command_line.add_command(doctor_command)
 
 
 def main() -> NoReturn:
     """Run the command line and exit."""
+    _show_warnings()
     try:
         command_line(standalone_mode=False)
     except HELP_INSTEAD as error:
@@ -65,6 +69,17 @@ def main() -> NoReturn:
         click.echo(f"error: {_said(error)}", err=True)
         sys.exit(1)
     sys.exit(0)
+
+
+def _show_warnings() -> None:
+    """What the preflight has found, on stderr; who has set up a log reads it there."""
+    logger = logging.getLogger("llamad_trio.preflight")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    logger.addHandler(handler)
 
 
 def _said(error: Exception) -> str:

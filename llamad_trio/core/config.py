@@ -96,6 +96,10 @@ class EngineConfig:
         weight: steps in a turn, on a lane that others compute on, too; 1-100.
         lane: the OS thread to compute on: `None` the one shared by default, `"own"` a
             new one, or a `Lane` of the application's.
+        preflight: prove in a process of its own, once for each build, machine and settings,
+            that llama.cpp runs here, before it is trusted.
+        use_extra_bufts: keep weights in the buffers of special kernels (AMX, repacked), which
+            are faster; `None` is yes, unless they fail the preflight.
         n_gpu_layers, split_mode, main_gpu, tensor_split, use_mmap, use_mlock,
         flash_attn, type_k, type_v, rope_freq_base, rope_freq_scale: llama.cpp's own;
             `None` and 0 leave the choice to it.
@@ -136,6 +140,10 @@ class EngineConfig:
     )
     lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata={CONVERT: _lane})
     weight: int = attrs.field(default=1, metadata={CONVERT: whole_number("weight", 1, 100)})
+    preflight: bool = attrs.field(default=True, metadata={CONVERT: boolean("preflight")})
+    use_extra_bufts: bool | None = attrs.field(
+        default=None, metadata={CONVERT: optional(boolean("use_extra_bufts"))}
+    )
     n_gpu_layers: int = attrs.field(
         default=0, metadata={CONVERT: whole_number("n_gpu_layers", -1, MAX_INT)}
     )
@@ -239,4 +247,6 @@ _ENVIRONMENT: dict[str, Callable[[str], int | bool | None]] = {
     "kv_cache": _parse_bool,
     "n_batch": _parse_int,
     "max_queue": _parse_int,
+    "preflight": _parse_bool,
+    "use_extra_bufts": _parse_bool,
 }

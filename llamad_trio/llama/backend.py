@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator
 
 import llama_cpp.llama_cpp as lib
 
-__all__ = ["captured_errors", "start"]
+__all__ = ["captured_errors", "devices", "start", "system_info", "version"]
 
 logger: logging.Logger = logging.getLogger("llamad_trio.llama_cpp")
 
@@ -30,6 +31,10 @@ _EXPECTED = (
     "compute status: 1",
     "removing memory module entries",
 )
+
+
+# ggml-backend.h: enum ggml_backend_dev_type
+_DEVICE_KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
 class _ThreadLog(threading.local):
@@ -84,3 +89,38 @@ def start() -> None:
             lib.llama_log_set(_on_log, None)
             lib.llama_backend_init()
             _started = True
+
+
+def version() -> str:
+    """llama.cpp's own."""
+    return str(lib.llama_version().decode(errors="replace"))
+
+
+def system_info() -> str:
+    """What llama.cpp was compiled for, such as `CPU : AVX2 = 1 | AVX512 = 1 |`."""
+    return str(lib.llama_print_system_info().decode(errors="replace"))
+
+
+def devices() -> list[dict[str, str]]:
+    """What llama.cpp can compute on: `name`, `description` and `kind`.  After `start`."""
+    # ggml's functions, which the binding has no names for; llama.cpp's library leads to them.
+    ggml = lib._lib
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for function in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description):
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p]
+    ggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    found = []
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(i)
+        kind = ggml.ggml_backend_dev_type(device)
+        found.append(
+            {
+                "name": ggml.ggml_backend_dev_name(device).decode(errors="replace"),
+                "description": ggml.ggml_backend_dev_description(device).decode(errors="replace"),
+                "kind": _DEVICE_KINDS.get(kind, "other"),
+            }
+        )
+    return found

@@ -109,6 +109,7 @@ class _WeightlessModel(Model):
     def __init__(self, path: Path, config: EngineConfig) -> None:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = config.n_gpu_layers
+        params.use_extra_bufts = config.use_extra_bufts is not False
         params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         params.no_alloc = True
         with backend.captured_errors() as errors:

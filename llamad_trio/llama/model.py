@@ -53,6 +53,7 @@ class Model:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = config.n_gpu_layers
         params.load_mode = _load_mode(config)
+        params.use_extra_bufts = config.use_extra_bufts is not False
         if config.split_mode is not None:
             params.split_mode = _SPLIT_MODES[config.split_mode]
         params.main_gpu = config.main_gpu

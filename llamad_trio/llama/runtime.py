@@ -130,6 +130,7 @@ class LlamaRuntime:
                 ("flash_attn", str(config.flash_attn)),
                 ("rope_freq_base", repr(config.rope_freq_base)),
                 ("rope_freq_scale", repr(config.rope_freq_scale)),
+                ("use_extra_bufts", str(config.use_extra_bufts is not False)),
             ),
             adds_bos=model.adds_bos,
         )

@@ -275,7 +275,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[str], Awaitable[dict[str, float]]], str]
     "isolation_ratio": (isolation_ratio, "0.95 at least"),
     "restart_delay": (restart_delay, "0.5 s at most"),
     "idle_cpu": (idle_cpu, "under 20 ms"),
-    "reopen_growth": (reopen_growth, "under 20 MiB"),
+    "reopen_growth": (reopen_growth, "under 5 MiB"),
     "memory_on_top": (memory_on_top, "under 150 MiB"),
 }
 

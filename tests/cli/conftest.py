@@ -27,6 +27,7 @@ def command_line(
 ) -> Iterator[Callable[..., Ended]]:
     """Runs a command in this process: a new one takes a second for its imports."""
     monkeypatch.setenv("LLAMAD_N_THREADS", "1")
+    monkeypatch.setenv("LLAMAD_N_THREADS_BATCH", "1")
 
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["llamad-trio", *arguments])

@@ -147,6 +147,8 @@ def test_every_variable_of_the_contract_is_read() -> None:
         "LLAMAD_KV_CACHE": "off",
         "LLAMAD_N_BATCH": "64",
         "LLAMAD_MAX_QUEUE": "7",
+        "LLAMAD_PREFLIGHT": "off",
+        "LLAMAD_USE_EXTRA_BUFTS": "0",
         "LLAMAD_UNKNOWN": "1",
         "N_SLOTS": "9",
     }
@@ -159,6 +161,8 @@ def test_every_variable_of_the_contract_is_read() -> None:
         kv_cache=False,
         n_batch=64,
         max_queue=7,
+        preflight=False,
+        use_extra_bufts=False,
     )
 
 

@@ -447,7 +447,15 @@ WRONG: dict[tuple[str, ...], tuple[str, ...]] = {
         "request_timeout_s",
         "stream_timeout_s",
     ): ("true", '"5"', "[]", "{}"),
-    ("adaptive_threads", "kv_cache", "use_mmap", "use_mlock", "flash_attn"): (
+    (
+        "adaptive_threads",
+        "kv_cache",
+        "preflight",
+        "use_extra_bufts",
+        "use_mmap",
+        "use_mlock",
+        "flash_attn",
+    ): (
         "1",
         '"on"',
         "[]",

@@ -9,6 +9,7 @@ from llamad_trio import open_engine
 from llamad_trio.llama import runtime as runtime_module
 from llamad_trio.llama.model import Model
 from tests.engine.support import EXACT, ONE_THREAD
+from tests.models import proven_here
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -47,7 +48,7 @@ class KeptModel(Model):
 @pytest.fixture(scope="session")
 def kept_smollm2(smollm2_path: Path) -> Iterator[KeptModel]:
     """SmolLM2, which takes longer to load than most tests take to use it."""
-    model = KeptModel(smollm2_path, ONE_THREAD, lambda _: True)
+    model = KeptModel(smollm2_path, proven_here(ONE_THREAD), lambda _: True)
     yield model
     model.free()
 

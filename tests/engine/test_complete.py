@@ -44,8 +44,11 @@ async def test_a_completion_reports_what_was_done(engine: Engine) -> None:
 
 
 async def test_the_text_is_what_llama_cpp_says_by_itself(
-    engine: Engine, smollm2_path: Path
+    engine: Engine, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = engine.config.use_extra_bufts is not False
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: params)
     asked = Request(SURE_PROMPTS[0], raw=True, max_tokens=12, temperature=0)
     prompt = await engine.tokenize(SURE_PROMPTS[0])
     alone = llama_cpp.Llama(

@@ -21,7 +21,7 @@ from llamad_trio.core.plan import (
 )
 from llamad_trio.core.sampling import SamplingParams
 from llamad_trio.llama.runtime import LlamaRuntime
-from tests.models import DECODER_KINDS
+from tests.models import DECODER_KINDS, proven_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -125,7 +125,7 @@ def opened(path: Path, *, n_ctx: int = 2048) -> Iterator[Books]:
         type_v="f32",
         flash_attn=False,
     )
-    runtime = LlamaRuntime(path, config, 1, lambda fraction: True)
+    runtime = LlamaRuntime(path, proven_here(config), 1, lambda fraction: True)
     try:
         runtime.warm_up()
         yield Books(runtime)

@@ -1,0 +1,107 @@
+"""Instruction sets: what llama.cpp was compiled for, what a CPU has, and how to compile it anew.
+
+Decides what is missing and which command mends it; knows nothing of how either was found out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+
+import attrs
+
+__all__ = ["CPU_FLAGS", "Compiler", "available_sets", "built_sets", "rebuild_command"]
+
+CPU_FLAGS: dict[str, str] = {
+    # x86: llama.cpp's name and Linux's.
+    "SSE3": "pni",
+    "SSSE3": "ssse3",
+    "AVX": "avx",
+    "AVX_VNNI": "avx_vnni",
+    "AVX2": "avx2",
+    "F16C": "f16c",
+    "FMA": "fma",
+    "BMI2": "bmi2",
+    "AVX512": "avx512f",
+    "AVX512_VBMI": "avx512vbmi",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512_BF16": "avx512_bf16",
+    "AMX_INT8": "amx_int8",
+    # arm64
+    "NEON": "asimd",
+    "ARM_FMA": "asimd",
+    "FP16_VA": "asimdhp",
+    "DOTPROD": "asimddp",
+    "MATMUL_INT8": "i8mm",
+    "SVE": "sve",
+    "SME": "sme",
+}
+"""The instruction sets that llama.cpp tells of (`llama_print_system_info`), and the flags by
+which Linux tells of them in /proc/cpuinfo."""
+
+_WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+
+
+@attrs.frozen
+class Compiler:
+    """The C++ compiler that a build here would use: `kind` is `"gcc"` or `"clang"`."""
+
+    kind: str
+    version: tuple[int, ...]
+
+    @classmethod
+    def from_version_text(cls, text: str) -> Compiler | None:
+        """Read what `c++ --version` prints; `None` if it is neither of the two."""
+        clang = re.search(r"clang version (\d+(?:\.\d+)*)", text)
+        gcc = re.search(r"\s(\d+\.\d+(?:\.\d+)*)", text.partition("\n")[0])
+        if clang:
+            return cls("clang", tuple(map(int, clang[1].split("."))))
+        if gcc and "Free Software Foundation" in text:
+            return cls("gcc", tuple(map(int, gcc[1].split("."))))
+        return None
+
+    @property
+    def breaks_amx(self) -> bool:
+        """Whether it drops the tile configuration, so that the first AMX instruction faults.
+
+        GCC's `_tile_loadconfig` named only 8 bytes of what it reads, until 12.4, 13.3 and 14.
+        """
+        if self.kind != "gcc":
+            return False
+        return self.version < (12, 4) or (13,) <= self.version < (13, 3)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'.'.join(map(str, self.version))}"
+
+
+def built_sets(system_info: str) -> frozenset[str]:
+    """The instruction sets in llama.cpp's account of how it was compiled."""
+    found = re.findall(r"(\w+) = (\d+)", system_info)
+    return frozenset(name for name, value in found if name in CPU_FLAGS and value != "0")
+
+
+def available_sets(flags: Collection[str]) -> frozenset[str]:
+    """The same names, for a CPU with these flags."""
+    return frozenset(name for name, flag in CPU_FLAGS.items() if flag in flags)
+
+
+def rebuild_command(
+    python: str, version: str | None, flags: Collection[str], compiler: Compiler | None
+) -> str:
+    """The shell command that compiles llama.cpp for this machine, as fast as it can be here.
+
+    Args:
+        python: the interpreter to install it for.
+        version: of llama-cpp-python, if it is known.
+        flags: the CPU's.
+        compiler: what there is; `None` if there is none, or it is not known.
+    """
+    package = "llama-cpp-python" + (f"=={version}" if version else "")
+    command = (
+        f"{shlex.quote(python)} -m pip install --force-reinstall --no-deps --no-cache-dir "
+        f"--no-binary llama-cpp-python {package}"
+    )
+    if "amx_tile" in flags and compiler is not None and compiler.breaks_amx:
+        command = f'CFLAGS="{_WITHOUT_AMX}" CXXFLAGS="{_WITHOUT_AMX}" {command}'
+    return command

@@ -1,0 +1,1 @@
+"""The preflight: llama.cpp is tried before it is trusted."""

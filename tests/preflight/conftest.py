@@ -1,0 +1,87 @@
+"""Broken libraries, and a user's cache that is empty."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llamad_trio.preflight import prove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Break = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`stubs.c`, compiled."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler, which whoever compiled llama.cpp has")
+    library = tmp_path_factory.mktemp("stubs") / "libstubs.so"
+    source = Path(__file__).with_name("stubs.c")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache, without verdicts; nothing is known in this process either."""
+    for variable in ("LD_PRELOAD", "LLAMA_CPP_LIB_PATH", "LLAMAD_USE_EXTRA_BUFTS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(prove, "_known", {})
+    monkeypatch.setattr(prove, "_told", set())
+    return tmp_path / "cache" / "llamad-trio" / "preflight"
+
+
+@pytest.fixture
+def broken(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Call it to have the real library go wrong in every process that is started from now on."""
+
+    def break_it(where: str, how: str) -> Path:
+        library = tmp_path / "libbroken.so"
+        shutil.copy(stubs, library)
+        monkeypatch.setenv("LD_PRELOAD", str(library))
+        monkeypatch.setenv("BREAKS", where)
+        monkeypatch.setenv("HOW", how)
+        return library
+
+    return break_it
+
+
+@pytest.fixture
+def library_instead(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Call it to have something else loaded in place of llama.cpp's library."""
+
+    def replace(where: str, how: str) -> Path:
+        folder = tmp_path / "lib"
+        folder.mkdir()
+        shutil.copy(stubs, folder / "libllama.so")
+        monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(folder))
+        monkeypatch.setenv("BREAKS", where)
+        monkeypatch.setenv("HOW", how)
+        return folder
+
+    return replace
+
+
+def processes_of_ours() -> set[int]:
+    """The children of this process."""
+    return children_of(os.getpid())
+
+
+def children_of(pid: int) -> set[int]:
+    """The children of a process, whichever thread has started them."""
+    return {
+        int(child)
+        for thread in Path(f"/proc/{pid}/task").iterdir()
+        for child in (thread / "children").read_text().split()
+    }

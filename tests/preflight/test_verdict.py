@@ -1,0 +1,177 @@
+"""What is made of what a process said before it ended."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamad_trio.preflight.advice import Advice
+from llamad_trio.preflight.instructions import (
+    Compiler,
+    available_sets,
+    built_sets,
+    rebuild_command,
+)
+from llamad_trio.preflight.verdict import Attempt, Verdict, judge
+
+LOADED: dict[str, Any] = {
+    "loaded": {"system": "CPU : AVX2 = 1 | AMX_INT8 = 1 |", "version": "1", "devices": []}
+}
+GOOD = {"outcome": {"wrong": False}}
+BAD = {"outcome": {"wrong": True}}
+REFUSED = {"outcome": {"refused": "no such cache"}}
+PLAIN, EXTRA = {"trying": False}, {"trying": True}
+BOTH = [LOADED, PLAIN, GOOD, EXTRA, GOOD]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "plain", "extra", "allowed"),
+    [
+        (BOTH, 0, "works", "works", (True, True, False)),
+        ([LOADED, PLAIN, GOOD], 0, "works", "untried", (False, None, False)),
+        ([LOADED, PLAIN, GOOD, EXTRA], 4, "works", "died", (False, None, False)),
+        ([LOADED, PLAIN, GOOD, EXTRA], -4, "works", "died", (False, None, False)),
+        ([LOADED, PLAIN, GOOD, EXTRA], None, "works", "hung", (False, None, False)),
+        ([LOADED, PLAIN, GOOD, EXTRA, BAD], 0, "works", "wrong", (False, None, False)),
+        ([LOADED, PLAIN, REFUSED, EXTRA, REFUSED], 0, "refused", "refused", (True, True, False)),
+        ([LOADED, PLAIN], 6, "died", "untried", (None, None, None)),
+        ([LOADED, PLAIN], None, "hung", "untried", (None, None, None)),
+        ([LOADED, PLAIN, BAD, EXTRA, GOOD], 0, "wrong", "works", (None, None, None)),
+        ([], 11, "died", "untried", (None, None, None)),
+        ([], None, "hung", "untried", (None, None, None)),
+        (BOTH, 11, "works", "works", (True, True, False)),  # while the speed was measured
+    ],
+)
+def test_how_far_it_came_decides(
+    lines: list[dict[str, Any]],
+    status: int | None,
+    plain: str,
+    extra: str,
+    allowed: tuple[bool | None, bool | None, bool | None],
+) -> None:
+    verdict = judge(lines, status, "")
+    assert (verdict.plain.outcome, verdict.extra.outcome) == (plain, extra)
+    assert not verdict.trouble
+    assert tuple(map(verdict.allows, (None, True, False))) == allowed
+    assert verdict.is_lasting is (status is not None)
+
+
+@pytest.mark.parametrize("status", [1, 3, 120, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGALRM])
+def test_who_ends_for_another_reason_proves_nothing(status: int) -> None:
+    verdict = judge([LOADED, PLAIN], status, "MemoryError")
+    assert verdict.trouble == "MemoryError"
+    assert not verdict.is_lasting
+    assert judge([], status, "").trouble == f"it ended with status {status}"
+
+
+def test_last_words_are_told() -> None:
+    detail = judge([LOADED, PLAIN], 6, "GGML_ASSERT(x > 0) failed").plain.detail
+    assert detail == "SIGABRT (Aborted): GGML_ASSERT(x > 0) failed"
+
+
+def test_it_reads_again_what_it_wrote() -> None:
+    verdict = judge([*BOTH, {"speeds": {"1": 2.5}}], 0, "")
+    assert Verdict.from_text(verdict.as_text()) == verdict
+
+
+@given(st.text() | st.sampled_from(['{"plain": {}}', "[1]", "null", '{"plain": {"x": 1}}']))
+def test_what_is_no_verdict_is_none(text: str) -> None:
+    assert Verdict.from_text(text) is None
+
+
+# -- instruction sets and compilers -----------------------------------------------------------
+
+GCC = "c++ (Debian 12.2.0-14+deb12u1) {}\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "breaks"),
+    [
+        ("11.4.0", True),
+        ("12.2.0", True),
+        ("12.4.0", False),
+        ("12.4.1", False),
+        ("13.0.1", True),
+        ("13.2.0", True),
+        ("13.3.0", False),
+        ("14.1.0", False),
+        ("15.0", False),
+    ],
+)
+def test_which_gcc_breaks_amx(version: str, breaks: bool) -> None:
+    compiler = Compiler.from_version_text(
+        f"g++ (GCC) {version}\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
+    )
+    assert compiler is not None
+    assert str(compiler) == f"gcc {version}"
+    assert compiler.breaks_amx is breaks
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GCC.format("12.2.0"), "gcc 12.2.0"),
+        ("Debian clang version 14.0.6\nTarget: x86_64-pc-linux-gnu\n", "clang 14.0.6"),
+        ("Apple clang version 15.0.0 (clang-1500.3.9.4)\n", "clang 15.0.0"),
+        ("icpx 2024\n", None),
+        ("", None),
+    ],
+)
+def test_compilers_are_known_by_what_they_say(text: str, expected: str | None) -> None:
+    compiler = Compiler.from_version_text(text)
+    assert (None if compiler is None else str(compiler)) == expected
+    if expected != "gcc 12.2.0":
+        assert compiler is None or not compiler.breaks_amx
+
+
+def test_instruction_sets_of_both_sides_have_the_same_names() -> None:
+    info = "CPU : SSE3 = 1 | AVX512 = 1 | AMX_INT8 = 1 | NEON = 0 | OPENMP = 1 | REPACK = 1 | "
+    assert built_sets(info) == {"SSE3", "AVX512", "AMX_INT8"}
+    assert available_sets({"pni", "avx512f", "sse2"}) == {"SSE3", "AVX512"}
+
+
+def test_only_where_it_is_needed_amx_is_left_out() -> None:
+    old, new = Compiler("gcc", (12, 2, 0)), Compiler("gcc", (14, 1, 0))
+    for compiler, flags, needed in [
+        (old, {"amx_tile"}, True),
+        (old, {"avx2"}, False),
+        (new, {"amx_tile"}, False),
+        (None, {"amx_tile"}, False),
+    ]:
+        command = rebuild_command("/a b/python", "0.3.36", flags, compiler)
+        assert ('CXXFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"' in command) is needed
+        assert command.endswith(
+            "'/a b/python' -m pip install --force-reinstall --no-deps --no-cache-dir "
+            "--no-binary llama-cpp-python llama-cpp-python==0.3.36"
+        )
+
+
+def advice(verdict: Verdict, flags: set[str], compiler: Compiler | None) -> str:
+    return Advice(verdict, flags, compiler, python="python", binding_version=None).text
+
+
+def test_advice_for_amx_and_an_old_gcc() -> None:
+    verdict = judge([LOADED, PLAIN, GOOD, EXTRA], 4, "")
+    text = advice(verdict, {"avx2", "amx_int8", "amx_tile"}, Compiler("gcc", (12, 2)))
+    assert "SIGILL (Illegal instruction); without them, more slowly, it does" in text
+    assert "built for AMX_INT8, AVX2; this CPU lacks nothing of these" in text
+    assert "gcc 12.2 compiles AMX code that faults" in text
+    assert 'compile it for this machine: CFLAGS="-mno-amx-tile' in text
+    assert "\n" not in text
+
+
+def test_advice_for_a_build_of_a_newer_cpu_where_there_is_no_compiler() -> None:
+    verdict = Verdict(plain=Attempt("died", "SIGILL"), system_info="CPU : AVX2 = 1 | AVX512 = 1 |")
+    text = advice(verdict, {"avx2"}, None)
+    assert text.startswith("llama.cpp does not work on this machine: SIGILL; ")
+    assert "this CPU lacks AVX512" in text
+    assert "install a C++ compiler first" in text
+
+
+def test_what_is_not_known_is_not_told() -> None:
+    text = advice(Verdict(plain=Attempt("died", "SIGSEGV")), set(), None)
+    assert "built for" not in text
