@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.manifest import models_dir
+from llamad_trio.user_cache import replace_text
 
 __all__ = ["file_sha256"]
 
@@ -72,8 +72,6 @@ def _write(store: Path | None, known: dict[str, str]) -> None:
         known = dict([*known.items()][-1:])
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=store.parent, delete=False) as file:
-            json.dump(known, file)
-        Path(file.name).replace(store)
+        replace_text(store, json.dumps(known))
     except OSError:
         return  # only a convenience: the next process reads the model again

@@ -122,16 +122,15 @@ async def examine_machine(config: EngineConfig | None = None) -> MachineReport:
 
 
 async def _problems(verdict: Verdict, allowed: bool | None) -> list[str]:
-    problems = []
     if not store.libraries():
-        problems.append(
+        return [
             "llama.cpp's libraries are not there: pip install --force-reinstall llama-cpp-python"
-        )
-    elif verdict.trouble:
-        problems.append(f"llama.cpp could not be tried: {verdict.trouble}; see docs/install.md")
-    elif allowed is None or not verdict.extra.is_good:
-        problems.append((await advice_for(verdict)).text)
-    return problems
+        ]
+    if verdict.trouble:
+        return [f"llama.cpp could not be tried: {verdict.trouble}; see docs/install.md"]
+    if allowed is None or not verdict.extra.is_good:
+        return [(await advice_for(verdict)).text]
+    return []
 
 
 def _problems_with_models(folder: str) -> list[str]:

@@ -1,10 +1,12 @@
-"""Where a user's cache is, if there is one."""
+"""Where a user's cache is, if there is one, and how a file in it is replaced."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
-__all__ = ["user_cache"]
+__all__ = ["replace_text", "user_cache"]
 
 
 def user_cache() -> Path | None:
@@ -19,3 +21,19 @@ def user_cache() -> Path | None:
     except RuntimeError:
         return None
     return folder if folder.is_absolute() else None  # older ones leave a "~" as it is
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file whole: whoever reads it meanwhile sees all of it, or the one before.
+
+    Raises:
+        OSError: it cannot be written; what was there stays, and nothing else is left.
+    """
+    fd, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -67,3 +67,15 @@ def test_what_is_raised_between_chunks_ends_the_reading(tmp_path: Path, models: 
     with pytest.raises(KeyboardInterrupt):
         file_sha256(path, between_chunks=stop)
     assert not (models / "digests.json").exists()
+
+
+def test_a_full_disk_leaves_no_half_written_memory(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "model.gguf").write_bytes(b"abc")
+    monkeypatch.setattr(Path, "replace", full)
+    assert file_sha256(tmp_path / "model.gguf") == hashlib.sha256(b"abc").hexdigest()
+    assert list(models.iterdir()) == []

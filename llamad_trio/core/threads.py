@@ -188,8 +188,8 @@ class ThreadGovernor:
 
     def _may_explore(self, recent: _Steps) -> bool:
         """Whether there is time for a trial that nothing suggests, even if it goes badly."""
-        trial_s = max(TRIAL_S, min(LONG_TRIAL_S, TRIAL_STEPS * recent.elapsed_s / recent.n))
-        trial_s = max(trial_s, recent.elapsed_s / recent.n)
+        step_s = recent.elapsed_s / recent.n
+        trial_s = max(TRIAL_S, step_s, min(LONG_TRIAL_S, TRIAL_STEPS * step_s))
         at_worst_s = trial_s * (self._kept / self._one_fewer - 1)
         return self._regret_s + at_worst_s <= EXPLORED * self._computed_s
 

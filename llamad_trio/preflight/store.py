@@ -10,13 +10,12 @@ import importlib.util
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from llamad_trio.preflight.verdict import Verdict
-from llamad_trio.user_cache import user_cache
+from llamad_trio.user_cache import replace_text, user_cache
 
 __all__ = ["cpu_flags", "cpu_model", "key_of", "libraries", "recall", "remember"]
 
@@ -119,7 +118,7 @@ def remember(key: str, verdict: Verdict) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob("*.json"), key=_changed_at)[: -MOST_KEPT + 1]:
             old.unlink(missing_ok=True)
-        _replace(folder / f"{key}.json", verdict.as_text())
+        replace_text(folder / f"{key}.json", verdict.as_text())
 
 
 def _changed_at(path: Path) -> float:
@@ -127,18 +126,6 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _replace(path: Path, text: str) -> None:
-    """Whoever reads it meanwhile sees all of it or the one before; a full disk leaves nothing."""
-    fd, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _folder() -> Path | None:

@@ -421,7 +421,7 @@ async def test_without_a_place_for_verdicts_the_engine_opens(
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(store, "_replace", full)
+        monkeypatch.setattr(store, "replace_text", full)
     for _ in range(2):
         async with open_engine(tiny_path, PLAIN) as engine:
             assert engine.config.use_extra_bufts is not None
