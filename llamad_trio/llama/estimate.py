@@ -37,7 +37,7 @@ MIB = 2**20
 
 # What no log tells, fitted to the growth of processes with vocabularies of 300 to 262,144
 # tokens, pools of 512 to 32,768 cells, and 1 to 8 slots.
-BASE_BYTES = 1_600_000
+BASE_BYTES = 2_500_000
 VOCABULARY_BYTES = 190
 """Of each token, and of each merge: its text as a string, in lists and in hash tables."""
 SAMPLER_BYTES = 4
