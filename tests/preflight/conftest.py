@@ -73,9 +73,19 @@ def library_instead(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return replace
 
 
+_of_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def children_of_earlier_tests() -> None:
+    """Such as the process in which `multiprocessing` keeps its books."""
+    _of_others.clear()
+    _of_others.update(children_of(os.getpid()))
+
+
 def processes_of_ours() -> set[int]:
-    """The children of this process."""
-    return children_of(os.getpid())
+    """The children that this process has since the test began."""
+    return children_of(os.getpid()) - _of_others
 
 
 def children_of(pid: int) -> set[int]:
