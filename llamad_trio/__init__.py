@@ -14,9 +14,6 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llamad_trio.actors.broadcast import EventReader
-    from llamad_trio.actors.lane import Lane
-    from llamad_trio.actors.listener import serve_unix
     from llamad_trio.core.completion import Choice, Completion, TokenLogprob
     from llamad_trio.core.config import EngineConfig
     from llamad_trio.core.engine_events import (
@@ -65,19 +62,28 @@ if TYPE_CHECKING:
         ToolCallDelta,
         ToolCallStart,
     )
+    from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
     from llamad_trio.core.limits import Limits
     from llamad_trio.core.request import Message, Request
     from llamad_trio.core.restarts import RestartPolicy
     from llamad_trio.core.tools import Tool, ToolCall
-    from llamad_trio.engine import Engine, open_engine
-    from llamad_trio.engine_like import EngineLike
-    from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+    from llamad_trio.engine.engine import Engine, open_engine
+    from llamad_trio.engine.engine_like import EngineLike
+    from llamad_trio.engine.lane import Lane
+    from llamad_trio.engine.session import (
+        ContextReport,
+        PrefixStatus,
+        Segment,
+        Session,
+        SuffixStatus,
+    )
+    from llamad_trio.engine.stream import EventStream, TokenStream
+    from llamad_trio.engine.tool_loop import ToolRun, run_tools
     from llamad_trio.memory import MemoryEstimate, estimate_memory
-    from llamad_trio.models import Model, Models, open_models
-    from llamad_trio.remote import RemoteEngine, connect, daemon_stats
-    from llamad_trio.session import ContextReport, PrefixStatus, Segment, Session, SuffixStatus
-    from llamad_trio.stream import EventStream, TokenStream
-    from llamad_trio.tool_loop import ToolRun, run_tools
+    from llamad_trio.remote.remote import RemoteEngine, connect, daemon_stats
+    from llamad_trio.serving.listener import serve_unix
+    from llamad_trio.supervision.models import Model, Models, open_models
+    from llamad_trio.watch.broadcast import EventReader
 
 __all__ = [
     "Busy",
@@ -160,8 +166,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "actors.broadcast": ("EventReader",),
-    "actors.lane": ("Lane",),
+    "watch.broadcast": ("EventReader",),
+    "engine.lane": ("Lane",),
     "core.completion": ("Choice", "Completion", "TokenLogprob"),
     "core.config": ("EngineConfig",),
     "core.engine_events": (
@@ -213,17 +219,17 @@ _HOMES = {
     "core.request": ("Message", "Request"),
     "core.restarts": ("RestartPolicy",),
     "core.tools": ("Tool", "ToolCall"),
-    "actors.listener": ("serve_unix",),
+    "serving.listener": ("serve_unix",),
     "core.limits": ("Limits",),
-    "engine": ("Engine", "open_engine"),
-    "engine_like": ("EngineLike",),
-    "info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
+    "engine.engine": ("Engine", "open_engine"),
+    "engine.engine_like": ("EngineLike",),
+    "core.info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
     "memory": ("MemoryEstimate", "estimate_memory"),
-    "models": ("Model", "Models", "open_models"),
-    "remote": ("RemoteEngine", "connect", "daemon_stats"),
-    "session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
-    "stream": ("EventStream", "TokenStream"),
-    "tool_loop": ("ToolRun", "run_tools"),
+    "supervision.models": ("Model", "Models", "open_models"),
+    "remote.remote": ("RemoteEngine", "connect", "daemon_stats"),
+    "engine.session": ("ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"),
+    "engine.stream": ("EventStream", "TokenStream"),
+    "engine.tool_loop": ("ToolRun", "run_tools"),
 }
 
 # An application that sets up no logging hears nothing from a library.

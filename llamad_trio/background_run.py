@@ -25,13 +25,13 @@ from typing import Generic, NoReturn, Protocol, TypeVar, TypeVarTuple, cast
 
 import trio
 
-from llamad_trio.actors.nursery import holds_cancelled, open_plain_nursery, unlimited
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError, ProtocolError
 from llamad_trio.core.fields import number
-from llamad_trio.engine_like import EngineLike
-from llamad_trio.info import EngineStats, ModelInfo
+from llamad_trio.core.info import EngineStats, ModelInfo
+from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.system.nursery import holds_cancelled, open_plain_nursery, unlimited
 from llamad_trio.watch.freshness import refresh_if_possible
 
 __all__ = [

@@ -34,12 +34,12 @@ from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError
 from llamad_trio.core.events import StreamEvent
+from llamad_trio.core.info import EngineStats
 from llamad_trio.core.request import Request
-from llamad_trio.engine import as_request
-from llamad_trio.engine import open_engine as open_in_trio
-from llamad_trio.engine_like import EngineLike
-from llamad_trio.info import EngineStats
-from llamad_trio.remote import connect as connect_in_trio
+from llamad_trio.engine.engine import as_request
+from llamad_trio.engine.engine import open_engine as open_in_trio
+from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.remote.remote import connect as connect_in_trio
 
 __all__ = [
     "BlockingEngine",

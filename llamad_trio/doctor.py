@@ -21,15 +21,15 @@ import trio
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
-from llamad_trio.cores import cpu_quota, physical_cores
-from llamad_trio.daemon_config import DEFAULT_SOCKET
-from llamad_trio.manifest import installed_path, load_manifest, models_dir
+from llamad_trio.daemon.config import DEFAULT_SOCKET
+from llamad_trio.hub.manifest import installed_path, load_manifest, models_dir
 from llamad_trio.memory import available_memory, total_memory
 from llamad_trio.preflight import store
 from llamad_trio.preflight.instructions import available_sets, built_sets
 from llamad_trio.preflight.prove import advice_for, installed_compiler, settings_of
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
+from llamad_trio.system.cores import cpu_quota, physical_cores
 
 __all__ = ["MachineReport", "examine_machine"]
 

@@ -15,10 +15,10 @@ import attrs
 import trio
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.memory import MemoryEstimate, check_budget
-from llamad_trio.cores import physical_cores
-from llamad_trio.manifest import resolve_model
+from llamad_trio.core.memory_estimate import MemoryEstimate, check_budget
+from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.preflight.prove import proven
+from llamad_trio.system.cores import physical_cores
 
 __all__ = [
     "MemoryEstimate",

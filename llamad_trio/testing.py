@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import trio
 
-from llamad_trio.actors.broadcast import Broadcast
-from llamad_trio.actors.loading import compile_template
+from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import LlamadError, SessionFatal
-from llamad_trio.core.plan import (
+from llamad_trio.engine.engine import Engine, run_engine
+from llamad_trio.engine.loading import compile_template
+from llamad_trio.scheduling.plan import (
     CompiledConstraint,
     Copy,
     Drop,
@@ -40,14 +40,14 @@ from llamad_trio.core.plan import (
     StepStatus,
     Work,
 )
-from llamad_trio.core.runtime import ModelFacts
-from llamad_trio.engine import Engine, run_engine
-from llamad_trio.models import Models, open_models
+from llamad_trio.scheduling.runtime import ModelFacts
+from llamad_trio.supervision.models import Models, open_models
+from llamad_trio.watch.broadcast import Broadcast
 
 if TYPE_CHECKING:
     import llguidance
 
-    from llamad_trio.llama.constraint import Compiler, Matcher
+    from llamad_trio.constraints.compiler import Compiler, Matcher
 
 __all__ = ["ScriptedModel", "open_scripted_engine", "open_scripted_models"]
 
@@ -152,7 +152,7 @@ class ScriptedModel:
     def compile(self, constraint: Constraint) -> Matcher:
         """As a real model does; each reply is checked against it."""
         if self._compiler is None:
-            from llamad_trio.llama.constraint import Compiler
+            from llamad_trio.constraints.compiler import Compiler
 
             self._compiler = Compiler(_Bytes())
         return self._compiler.compile(constraint)
@@ -402,7 +402,7 @@ class _Bytes:
 
 
 def _check_reply(reply: str, constraint: CompiledConstraint) -> None:
-    from llamad_trio.llama.constraint import Matcher
+    from llamad_trio.constraints.compiler import Matcher
 
     assert isinstance(constraint, Matcher)
     for n, char in enumerate(reply):

@@ -22,8 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import llamad_trio.manifest
-from llamad_trio.manifest import HubSource, KnownModel, PypiSource, converter
+import llamad_trio.hub.manifest
+from llamad_trio.hub.manifest import HubSource, KnownModel, PypiSource, converter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ REPO = "someone/tiny-gguf"
 _PULL = """
 import json, os, signal, sys
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.manifest import KnownModel, converter
-from llamad_trio.pull import pull
+from llamad_trio.hub.manifest import KnownModel, converter
+from llamad_trio.hub.pull import pull
 
 model = converter.structure(json.loads(sys.argv[1]), KnownModel)
 at, what = sys.argv[2], sys.argv[3]
@@ -117,7 +117,7 @@ def spawn_pull(
     At the first report of phase `at` with bytes done, it kills itself (`what="kill"`)
     or holds until it reads a line (`what="hold"`).
     """
-    root = Path(llamad_trio.manifest.__file__).parents[1]
+    root = Path(llamad_trio.hub.manifest.__file__).parents[2]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
         [sys.executable, "-c", _PULL, json.dumps(converter.unstructure(model)), at, what],

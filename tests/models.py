@@ -20,9 +20,9 @@ import pytest
 import trio
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.manifest import known_model
+from llamad_trio.hub.manifest import known_model
+from llamad_trio.hub.pull import PullError, pull
 from llamad_trio.preflight.prove import proven
-from llamad_trio.pull import PullError, pull
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import pytest
 
-from llamad_trio.manifest import models_dir
+from llamad_trio.hub.manifest import models_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ import pytest
 
 import llamad_trio
 from llamad_trio import EngineConfig, EngineSpec, LlamadError, RestartPolicy, testing
-from llamad_trio.actors.supervisor import ModelState
+from llamad_trio.supervision.supervisor import ModelState
 
 if TYPE_CHECKING:
     from tests.models import TinyModels

@@ -21,14 +21,14 @@ import pytest
 import trio
 
 from llamad_trio import EngineConfig, EngineSpec, Request
-from llamad_trio.actors.listener import MAX_CALLS, serve_unix
 from llamad_trio.core import errors
 from llamad_trio.core.completion import Choice, Completion, TokenLogprob
+from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 from llamad_trio.core.limits import Limits
 from llamad_trio.core.request import MAX_INT, Message
 from llamad_trio.core.tools import Tool, ToolCall
-from llamad_trio.daemon_config import DEFAULT_SOCKET
-from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+from llamad_trio.daemon.config import DEFAULT_SOCKET
+from llamad_trio.serving.listener import MAX_CALLS, serve_unix
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.wire import calls
 from llamad_trio.wire.calls import MAX_ID_CHARS, ORIGINAL_FIELDS, Call

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 
-import llamad_trio.manifest
+import llamad_trio.hub.manifest
 from llamad_trio.core.errors import ModelLoadError
-from llamad_trio.manifest import (
+from llamad_trio.hub.manifest import (
     DEFAULT_MODEL,
     FileDigest,
     HubSource,
@@ -243,10 +243,10 @@ def test_errors_and_models_pickle() -> None:
 
 def test_reading_the_manifest_loads_no_client_and_no_terminal_library() -> None:
     code = (
-        "import sys, llamad_trio.manifest as m; m.load_manifest();"
+        "import sys, llamad_trio.hub.manifest as m; m.load_manifest();"
         "print(*sorted({'huggingface_hub', 'rich', 'click', 'platformdirs'} & set(sys.modules)))"
     )
-    root = Path(llamad_trio.manifest.__file__).parents[1]
+    root = Path(llamad_trio.hub.manifest.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )

@@ -25,8 +25,8 @@ from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_script
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from llamad_trio.actors.broadcast import Broadcast
     from llamad_trio.testing import Reply
+    from llamad_trio.watch.broadcast import Broadcast
 
 TWICE = RestartPolicy(max_restarts=2, first_delay_s=1.0, jitter=0.0)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import attrs
 import pytest
 
-from llamad_trio.manifest import PypiSource, installed_path, known_digest, receipt_path
-from llamad_trio.pull import DigestError, PullError, PullProgress, pull
+from llamad_trio.hub.manifest import PypiSource, installed_path, known_digest, receipt_path
+from llamad_trio.hub.pull import DigestError, PullError, PullProgress, pull
 from tests.model_sources import (
     StallingIndex,
     StandInHub,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from llamad_trio.manifest import KnownModel
+    from llamad_trio.hub.manifest import KnownModel
 
 CONTENT = bytes(range(256)) * 20_000  # several chunks when read by the megabyte
 HALF = len(CONTENT) // 2

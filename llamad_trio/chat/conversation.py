@@ -16,12 +16,12 @@ from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate, Limits
 from llamad_trio.chat.tools.format import TOOL_FORMATS, ToolFormat, detect_tool_format
 from llamad_trio.chat.tools.lark import quoted
-from llamad_trio.core.constraint import Constraint
+from llamad_trio.constraints.constraint import Constraint
+from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature
-from llamad_trio.core.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.request import Message, Request
-from llamad_trio.core.runtime import ModelFacts
 from llamad_trio.core.tools import Tool
+from llamad_trio.scheduling.runtime import ModelFacts
 
 __all__ = ["Chat", "Turn"]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llamad_trio.cli.pull import ensure_model
-from llamad_trio.manifest import DEFAULT_MODEL
+from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from llamad_trio.bench import BenchReport
-    from llamad_trio.bench_prefix import PrefixReport
+    from llamad_trio.bench.prefix import PrefixReport
+    from llamad_trio.bench.speed import BenchReport
 
 __all__ = ["bench_command"]
 
@@ -48,8 +48,8 @@ def bench_command(
     import attrs
     import trio
 
-    from llamad_trio.bench import run_bench
-    from llamad_trio.bench_prefix import run_prefix_bench
+    from llamad_trio.bench.prefix import run_prefix_bench
+    from llamad_trio.bench.speed import run_bench
 
     overrides: dict[str, Any] = {} if threads is None else {"n_threads": threads}
 

@@ -11,7 +11,7 @@ import click
 
 from llamad_trio.cli.options import engine_options, sampling_options
 from llamad_trio.cli.pull import ensure_model
-from llamad_trio.manifest import DEFAULT_MODEL
+from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -39,7 +39,7 @@ def chat_command(
 
     from llamad_trio.cli.chat_loop import Chat
     from llamad_trio.cli.chat_terminal import Lines, Prompt, Screen, open_history
-    from llamad_trio.cli.conversation import Conversation
+    from llamad_trio.cli.history import Conversation
 
     def opened(name: str | None) -> AbstractAsyncContextManager[EngineLike]:
         from llamad_trio import connect, open_engine

@@ -24,9 +24,8 @@ from llamad_trio import (
     RemoteEngine,
     TextDelta,
 )
-from llamad_trio.actors.nursery import TaskStatus, open_plain_nursery, unlimited
 from llamad_trio.cli.chat_terminal import Key, Reader, Screen
-from llamad_trio.cli.conversation import (
+from llamad_trio.cli.history import (
     COMMANDS,
     Command,
     Conversation,
@@ -36,6 +35,7 @@ from llamad_trio.cli.conversation import (
     parse,
     stats_lines,
 )
+from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
 
 __all__ = ["Chat"]
 

@@ -21,8 +21,8 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from llamad_trio.actors.nursery import open_plain_nursery, shielded
-from llamad_trio.cli.conversation import COMMANDS, visible
+from llamad_trio.cli.history import COMMANDS, visible
+from llamad_trio.system.nursery import open_plain_nursery, shielded
 
 __all__ = ["Key", "Lines", "Prompt", "Reader", "Screen", "open_history"]
 

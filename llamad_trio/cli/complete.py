@@ -10,7 +10,7 @@ import click
 
 from llamad_trio.cli.options import engine_options, sampling_options
 from llamad_trio.cli.pull import ensure_model
-from llamad_trio.manifest import DEFAULT_MODEL
+from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

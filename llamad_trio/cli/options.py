@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from llamad_trio.manifest import DEFAULT_MODEL
+from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 __all__ = ["engine_options", "sampling_options"]
 

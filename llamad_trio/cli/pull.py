@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from llamad_trio.manifest import (
+from llamad_trio.hub.manifest import (
     DEFAULT_MODEL,
     KnownModel,
     converter,
@@ -31,7 +31,7 @@ from llamad_trio.manifest import (
     load_manifest,
     resolve_model,
 )
-from llamad_trio.pull import PullProgress, pull
+from llamad_trio.hub.pull import PullProgress, pull
 
 if TYPE_CHECKING:
     from collections.abc import Generator

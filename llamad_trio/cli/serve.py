@@ -16,8 +16,8 @@ from llamad_trio.cli.pull import ensure_model
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.limits import Limits
-from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
-from llamad_trio.manifest import DEFAULT_MODEL, load_manifest
+from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
+from llamad_trio.hub.manifest import DEFAULT_MODEL, load_manifest
 
 __all__ = ["serve_command"]
 
@@ -46,8 +46,8 @@ def serve_command(
 
     import trio
 
-    from llamad_trio.actors.systemd import inherited_listener
-    from llamad_trio.daemon import STOP, run_daemon
+    from llamad_trio.daemon.daemon import STOP, run_daemon
+    from llamad_trio.daemon.systemd import inherited_listener
 
     inherited = inherited_listener()
     reload = None if file is None else read

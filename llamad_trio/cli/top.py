@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llamad_trio.daemon_config import DEFAULT_SOCKET
+from llamad_trio.daemon.config import DEFAULT_SOCKET
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from llamad_trio.info import DaemonStats, EngineStats, ModelStats
+    from llamad_trio.core.info import DaemonStats, EngineStats, ModelStats
 
 __all__ = ["top_command", "view"]
 
@@ -73,7 +73,7 @@ async def _top(socket: str, interval: float, once: bool, as_json: bool) -> None:
     import trio
     from rich.console import Console
 
-    from llamad_trio.remote import daemon_stats
+    from llamad_trio.remote.remote import daemon_stats
 
     console = Console(force_terminal=sys.stdout.isatty())
     in_place = console.is_terminal and not console.is_dumb_terminal and not once and not as_json

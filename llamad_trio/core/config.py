@@ -19,7 +19,7 @@ from llamad_trio.core.fields import (
     whole_number,
 )
 from llamad_trio.core.request import MAX_INT
-from llamad_trio.core.runtime import LaneLike
+from llamad_trio.scheduling.runtime import LaneLike
 
 __all__ = ["EngineConfig", "KVType", "SplitMode"]
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
+from llamad_trio.constraints.compiler import Compiler
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
-from llamad_trio.core.memory import MemoryEstimate
+from llamad_trio.core.memory_estimate import MemoryEstimate
 from llamad_trio.llama import backend, gguf
-from llamad_trio.llama.constraint import Compiler
 from llamad_trio.llama.context import Context
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.llama.model import Model, check_file, load_failure
-from llamad_trio.llama.runtime import LlamaRuntime
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 
 __all__ = ["estimate"]

@@ -14,7 +14,7 @@ import attrs
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.llama.context import Context
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 
 __all__ = ["RawLoop", "RawSpeed"]
 

@@ -14,11 +14,11 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.core.completion import TokenLogprob
-from llamad_trio.core.plan import Sampled, SamplerSpec
-from llamad_trio.core.sampling import SamplingParams
-from llamad_trio.llama.constraint import Matcher
 from llamad_trio.llama.model import Model
+from llamad_trio.scheduling.plan import Sampled, SamplerSpec
+from llamad_trio.scheduling.sampling import SamplingParams
 
 __all__ = ["ConstraintFailure", "Sampler", "log_softmax"]
 

@@ -20,12 +20,12 @@ from trio.lowlevel import RunVar
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
-from llamad_trio.cores import physical_cores
 from llamad_trio.preflight import store
 from llamad_trio.preflight.advice import Advice
 from llamad_trio.preflight.instructions import Compiler
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
+from llamad_trio.system.cores import physical_cores
 
 __all__ = ["advice_for", "installed_compiler", "logger", "proven", "settings_of"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import trio
 
-from llamad_trio.actors.nursery import ends_in_order, open_plain_nursery, uninterrupted
-from llamad_trio.actors.python_process import has_interpreter, python_command, python_environment
 from llamad_trio.preflight.verdict import Verdict, judge
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
+from llamad_trio.system.python_process import has_interpreter, python_command, python_environment
 
 __all__ = ["try_llama_cpp"]
 

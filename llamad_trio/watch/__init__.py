@@ -13,8 +13,8 @@ from typing import Protocol
 import trio
 import trio.abc
 
-from llamad_trio.actors.nursery import TaskStatus
 from llamad_trio.core.engine_events import EngineEvent
+from llamad_trio.system.nursery import TaskStatus
 
 __all__ = ["EventSource", "follow"]
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import trio
 
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.info import EngineStats
+from llamad_trio.core.info import EngineStats
 
 __all__ = ["REFRESH_S", "refresh_all", "refresh_if_possible"]
 

@@ -17,7 +17,6 @@ from functools import partial
 import attrs
 import trio
 
-from llamad_trio.actors.nursery import TaskStatus
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineFailed,
@@ -32,6 +31,7 @@ from llamad_trio.core.engine_events import (
     ThreadsChanged,
 )
 from llamad_trio.core.errors import LlamadError
+from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 
 __all__ = ["DEFAULT_EVENTS", "JsonFormatter", "as_fields", "log_events"]

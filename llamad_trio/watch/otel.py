@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llamad_trio.actors.nursery import TaskStatus
 from llamad_trio.core.engine_events import (
     EngineEvent,
     RequestCancelled,
@@ -23,6 +22,7 @@ from llamad_trio.core.engine_events import (
     RequestFinished,
 )
 from llamad_trio.core.errors import UnsupportedFeature
+from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 
 if TYPE_CHECKING:

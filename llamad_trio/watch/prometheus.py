@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llamad_trio.actors.nursery import TaskStatus
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineFailed,
@@ -33,7 +32,8 @@ from llamad_trio.core.engine_events import (
     RequestStarted,
 )
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.info import EngineStats
+from llamad_trio.core.info import EngineStats
+from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 from llamad_trio.watch.freshness import refresh_all
 

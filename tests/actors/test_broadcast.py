@@ -12,16 +12,16 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.actors.broadcast import ATTACH_S, Broadcast
-from llamad_trio.actors.relay import EventRelay
 from llamad_trio.core.engine_events import EngineStopped, FirstToken, Lagged
 from llamad_trio.core.errors import InferenceError
+from llamad_trio.isolation.relay import EventRelay
+from llamad_trio.watch.broadcast import ATTACH_S, Broadcast
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llamad_trio.actors.broadcast import EventReader
     from llamad_trio.core.engine_events import EngineEvent
+    from llamad_trio.watch.broadcast import EventReader
 
 
 def event(time: float) -> EngineStopped:

@@ -7,7 +7,7 @@ import signal
 import pytest
 import trio
 
-from llamad_trio.core.scheduler import Scheduler
+from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.testing import open_scripted_engine
 
 

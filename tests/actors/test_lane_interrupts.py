@@ -13,15 +13,15 @@ import trio.lowlevel
 import trio.testing
 
 from llamad_trio import EngineConfig, ProtocolError
-from llamad_trio.actors import loading as loading_module
-from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.loading import Loaded, loaded_model
-from llamad_trio.actors.nursery import ends_in_order, uninterrupted
+from llamad_trio.engine import loading as loading_module
+from llamad_trio.engine.lane import Lane
+from llamad_trio.engine.loading import Loaded, loaded_model
+from llamad_trio.system.nursery import ends_in_order, uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llamad_trio.llama.runtime import LlamaRuntime
+    from llamad_trio.llama.llama_runtime import LlamaRuntime
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ import trio.lowlevel
 import trio.testing
 
 from llamad_trio import ProtocolError
-from llamad_trio.actors import lane as lane_module
-from llamad_trio.actors.lane import Lane, computing
+from llamad_trio.engine import lane as lane_module
+from llamad_trio.engine.lane import Lane, computing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

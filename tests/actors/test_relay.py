@@ -10,9 +10,6 @@ import trio
 import trio.testing
 
 from llamad_trio import Disconnected, EngineClosed, InferenceError, LlamadError
-from llamad_trio.actors.broadcast import Broadcast
-from llamad_trio.actors.nursery import open_plain_nursery
-from llamad_trio.actors.relay import EventRelay, OpenEvents
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
@@ -21,6 +18,9 @@ from llamad_trio.core.engine_events import (
     RequestFailed,
     RequestQueued,
 )
+from llamad_trio.isolation.relay import EventRelay, OpenEvents
+from llamad_trio.system.nursery import open_plain_nursery
+from llamad_trio.watch.broadcast import Broadcast
 from tests.engine.support import must_not_run
 
 if TYPE_CHECKING:

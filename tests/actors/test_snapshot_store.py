@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llamad_trio.actors.store import SnapshotStore
-from llamad_trio.core.shelf import Snapshot
-from llamad_trio.core.snapshot_file import HEADER_BYTES, encode, pack_tokens
+from llamad_trio.engine.store import SnapshotStore
+from llamad_trio.scheduling.shelf import Snapshot
+from llamad_trio.scheduling.snapshot_file import HEADER_BYTES, encode, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -350,8 +350,8 @@ def test_files_that_cannot_be_removed_are_nobodys_trouble(
 PROLOGUE = """
 import os, sys, threading
 from pathlib import Path
-from llamad_trio.actors.store import SnapshotStore
-from llamad_trio.core.shelf import Snapshot
+from llamad_trio.engine.store import SnapshotStore
+from llamad_trio.scheduling.shelf import Snapshot
 
 store = SnapshotStore(Path(sys.argv[1]), "a1" * 32, 1 << 30)
 store.scan()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import trio
 import trio.testing
 
-from llamad_trio.actors.nursery import open_plain_nursery
-from llamad_trio.actors.store import MAX_READS, MAX_WRITES, SnapshotStore, StoreActor
-from llamad_trio.core.shelf import Snapshot
-from llamad_trio.core.snapshot_file import HEADER_BYTES
+from llamad_trio.engine.store import MAX_READS, MAX_WRITES, SnapshotStore, StoreActor
+from llamad_trio.scheduling.shelf import Snapshot
+from llamad_trio.scheduling.snapshot_file import HEADER_BYTES
+from llamad_trio.system.nursery import open_plain_nursery
 from tests.engine.conftest import no_hang
 from tests.engine.support import until
 

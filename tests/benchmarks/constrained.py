@@ -13,13 +13,13 @@ import llama_cpp.llama_cpp as lib
 import trio
 
 from llamad_trio import Completion, Engine, Request, open_engine
+from llamad_trio.constraints.compiler import Compiler
+from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.tools import JsonObject
-from llamad_trio.llama.constraint import Compiler
+from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.llama.model import Model
 from llamad_trio.llama.vocabulary import LlamaVocabulary
-from llamad_trio.manifest import resolve_model
 
 PROMPT = "People and what they like, as JSON:\n"
 PERSON: JsonObject = {

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from llamad_trio import Engine, Request, open_engine
-from llamad_trio.actors.decode import DecodeActor
-from llamad_trio.actors.nursery import TaskStatus
-from llamad_trio.core.plan import StepPlan, StepResult
+from llamad_trio.engine.decode import DecodeActor
+from llamad_trio.scheduling.plan import StepPlan, StepResult
+from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.testing import open_scripted_engine
 
 ROUNDS = 10

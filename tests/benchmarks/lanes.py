@@ -12,9 +12,9 @@ import attrs
 import trio
 
 from llamad_trio import Engine, EngineConfig
-from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.loading import loaded_model
-from llamad_trio.engine import run_engine
+from llamad_trio.engine.engine import run_engine
+from llamad_trio.engine.lane import Lane
+from llamad_trio.engine.loading import loaded_model
 from llamad_trio.llama.raw_loop import RawLoop
 from llamad_trio.preflight.prove import proven
 from tests.benchmarks.several import OTHER

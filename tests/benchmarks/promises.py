@@ -22,8 +22,8 @@ from functools import partial
 import trio
 
 from llamad_trio import Engine, Request, open_engine
-from llamad_trio.bench import run_bench
-from llamad_trio.bench_prefix import run_prefix_bench
+from llamad_trio.bench.prefix import run_prefix_bench
+from llamad_trio.bench.speed import run_bench
 from tests.benchmarks.constrained import (
     constrained_streams,
     fixed_keys,

@@ -16,8 +16,8 @@ from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.template import FULL, ChatTemplate
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message, Request
-from llamad_trio.core.runtime import ModelFacts
 from llamad_trio.core.tools import Tool, ToolCall
+from llamad_trio.scheduling.runtime import ModelFacts
 
 S = SENTINELS[0]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llamad_trio.chat.docstrings import read_docstring
+from llamad_trio.typed.docstrings import read_docstring
 
 NUMPY = """Do it.
 

@@ -14,9 +14,9 @@ import llguidance
 import msgspec
 import pytest
 
-from llamad_trio.chat.tools.from_function import call_arguments, tool_from
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import Tool
+from llamad_trio.typed.function_tool import call_arguments, tool_from
 
 
 class Unit(enum.Enum):

@@ -23,9 +23,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llamad_trio.chat.typed import describe, schema_of, structure
+from llamad_trio.constraints.schema_vetting import vet_schema
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.schema_vetting import vet_schema
+from llamad_trio.typed.structure import describe, schema_of, structure
 
 T = typing.TypeVar("T")
 U = typing.TypeVar("U")

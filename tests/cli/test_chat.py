@@ -39,11 +39,11 @@ from llamad_trio import (
     connect,
     serve_unix,
 )
-from llamad_trio.actors.nursery import open_plain_nursery
 from llamad_trio.cli.chat import chat_command
 from llamad_trio.cli.chat_loop import Chat
 from llamad_trio.cli.chat_terminal import Key, Lines, Prompt, Screen, open_history
-from llamad_trio.cli.conversation import COMMANDS, Command, Conversation, Reply, Say, parse, visible
+from llamad_trio.cli.history import COMMANDS, Command, Conversation, Reply, Say, parse, visible
+from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 from tests.daemon.support import running_daemon
 from tests.engine.support import until

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-import llamad_trio.manifest
+import llamad_trio.hub.manifest
 from llamad_trio.cli.pull import ensure_model, models_command, pull_command
 from llamad_trio.core.errors import LlamadError, ModelLoadError
-from llamad_trio.manifest import DEFAULT_MODEL, known_model, load_manifest
-from llamad_trio.pull import PullError
+from llamad_trio.hub.manifest import DEFAULT_MODEL, known_model, load_manifest
+from llamad_trio.hub.pull import PullError
 from tests.model_sources import packaged_model, write_wheel
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'sha256 = "{model.sha256}"\n[[models.sources]]\nkind = "pypi"\n'
         'packages = ["tiny-whole==1.0"]\nmember = "data/tiny.gguf"\n'
     )
-    monkeypatch.setattr(llamad_trio.manifest, "_manifest_path", lambda: manifest)
+    monkeypatch.setattr(llamad_trio.hub.manifest, "_manifest_path", lambda: manifest)
     load_manifest.cache_clear()
     monkeypatch.setattr("llamad_trio.cli.pull.DEFAULT_MODEL", "tiny")
     return tmp_path / "models" / "tiny.gguf"
@@ -63,7 +63,7 @@ def _fresh_manifest() -> object:
 def place(name: str) -> Path:
     """A stand-in of the right size for a model of the real manifest."""
     model = known_model(name)
-    path = llamad_trio.manifest.models_dir() / model.file
+    path = llamad_trio.hub.manifest.models_dir() / model.file
     with path.open("wb") as out:
         out.truncate(model.size_bytes)
     return path

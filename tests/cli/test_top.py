@@ -22,12 +22,12 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-import llamad_trio.remote
+import llamad_trio.remote.remote
 from llamad_trio.cli import main
 from llamad_trio.cli.top import top_command, view
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import Disconnected
-from llamad_trio.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +251,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise Disconnected
         return next(answers)
 
-    monkeypatch.setattr(llamad_trio.remote, "daemon_stats", stats)
+    monkeypatch.setattr(llamad_trio.remote.remote, "daemon_stats", stats)
     return sockets
 
 
@@ -291,7 +291,7 @@ def test_json_has_the_states_of_all_models(monkeypatch: pytest.MonkeyPatch) -> N
     async def stats(_: str) -> DaemonStats:
         return attrs.evolve(daemon(), states=states)
 
-    monkeypatch.setattr(llamad_trio.remote, "daemon_stats", stats)
+    monkeypatch.setattr(llamad_trio.remote.remote, "daemon_stats", stats)
     assert json.loads(run("--once", "--json").stdout)["states"] == states
 
 
@@ -349,7 +349,7 @@ def run_main() -> None:
     async def stats(path: str) -> DaemonStats:
         return next(answers)
 
-    llamad_trio.remote.daemon_stats = stats  # type: ignore[assignment]
+    llamad_trio.remote.remote.daemon_stats = stats  # type: ignore[assignment]
     sys.argv = ["llamad-trio", "top", "--interval", "0.05"]
     main()
 

@@ -44,8 +44,8 @@ from tests.conformance.engines import FAILURE, N_CTX
 from tests.engine.support import ENDLESS, until, until_idle, until_queued
 
 if TYPE_CHECKING:
-    from llamad_trio.actors.nursery import TaskStatus
     from llamad_trio.core.engine_events import EngineEvent
+    from llamad_trio.system.nursery import TaskStatus
     from tests.conformance.engines import Opener, Pair
 
 CAT = Request("the cat", max_tokens=16, temperature=0)

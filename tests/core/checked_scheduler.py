@@ -12,7 +12,7 @@ from functools import cached_property
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
-from llamad_trio.core.plan import (
+from llamad_trio.scheduling.plan import (
     Copy,
     MemoryOp,
     Prepared,
@@ -22,9 +22,9 @@ from llamad_trio.core.plan import (
     StepStatus,
     Work,
 )
-from llamad_trio.core.pool import Reuse
-from llamad_trio.core.sampling import SamplingParams
-from llamad_trio.core.scheduler import (
+from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.sampling import SamplingParams
+from llamad_trio.scheduling.scheduler import (
     MIN_SHARED_TOKENS,
     Event,
     Failed,
@@ -32,7 +32,7 @@ from llamad_trio.core.scheduler import (
     Piece,
     Scheduler,
 )
-from llamad_trio.core.threads import ComputeThreads
+from llamad_trio.scheduling.threads import ComputeThreads
 from tests.core.fake_memory import (
     Cell,
     EndlessModel,

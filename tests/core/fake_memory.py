@@ -13,7 +13,7 @@ from typing import Protocol
 import attrs
 
 from llamad_trio.core.completion import TokenLogprob
-from llamad_trio.core.plan import (
+from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
     MemoryOp,

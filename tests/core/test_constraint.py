@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llamad_trio.core.constraint import (
+from llamad_trio.constraints.constraint import (
     MAX_DEPTH,
     MAX_MULTIPLE,
     MAX_SOURCE_BYTES,
     Constraint,
     check_constraint,
 )
+from llamad_trio.constraints.schema_depth import depth_bound
+from llamad_trio.constraints.schema_vetting import resolve
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.schema_depth import depth_bound
-from llamad_trio.core.schema_vetting import resolve
 from tests.effort import assert_linear
 
 if TYPE_CHECKING:

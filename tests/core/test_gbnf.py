@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamad_trio.core import gbnf
+from llamad_trio.constraints import gbnf
+from llamad_trio.constraints.gbnf import Chars, Choice, Node, Ref, Repeat, Sequence, parse_gbnf
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.gbnf import Chars, Choice, Node, Ref, Repeat, Sequence, parse_gbnf
 from tests.effort import assert_linear
 
 if TYPE_CHECKING:

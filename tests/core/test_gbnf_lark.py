@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llamad_trio.core import gbnf_lark
+from llamad_trio.constraints import gbnf_lark
+from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.gbnf_lark import gbnf_to_lark
 from tests.effort import assert_linear
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.core.pacing import FIRST_CHUNK, MIN_CHUNK, StepPacer
+from llamad_trio.scheduling.pacing import FIRST_CHUNK, MIN_CHUNK, StepPacer
 
 
 def costs(n_decode: int, n_prefill: int, *, row_s: float, token_s: float) -> float:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from llamad_trio.core.plan import Copy, Drop
-from llamad_trio.core.pool import MIN_CHECKPOINT_TOKENS, Pool, Reuse
-from llamad_trio.core.prefix import Match
+from llamad_trio.scheduling.plan import Copy, Drop
+from llamad_trio.scheduling.pool import MIN_CHECKPOINT_TOKENS, Pool, Reuse
+from llamad_trio.scheduling.prefix import Match
 
 LONG = list(range(100, 100 + MIN_CHECKPOINT_TOKENS))
 """The shortest prompt that is worth a checkpoint."""

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from llamad_trio.core.prefix import PrefixTree, common_length
+from llamad_trio.scheduling.prefix import PrefixTree, common_length
 
 SEQS = st.integers(0, 5)
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceError
-from llamad_trio.core.plan import Copy, StepPlan, StepStatus
-from llamad_trio.core.pool import Reuse
-from llamad_trio.core.scheduler import Failed, Finished, Piece
+from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
+from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.scheduler import Failed, Finished, Piece
 from tests.core.checked_scheduler import CheckedScheduler
 from tests.core.fake_memory import HashModel, ScriptModel
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from llamad_trio.core.plan import Sampled, StepStatus
-from llamad_trio.core.pool import Reuse
-from llamad_trio.core.scheduler import Finished, Piece
+from llamad_trio.scheduling.plan import Sampled, StepStatus
+from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.scheduler import Finished, Piece
 from tests.core.checked_scheduler import CheckedScheduler, sizes
 from tests.core.fake_memory import (
     EndlessModel,

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 )
 
 from llamad_trio.core.errors import EngineClosed
-from llamad_trio.core.plan import Copy, StepPlan, StepStatus
-from llamad_trio.core.pool import Reuse
+from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
+from llamad_trio.scheduling.pool import Reuse
 from tests.core.checked_scheduler import CheckedScheduler
 from tests.core.fake_memory import PIECES, EndlessModel, FakeModel, ForcingModel, HashModel
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from llamad_trio.core.errors import InferenceError
-from llamad_trio.core.plan import Copy, StepPlan, StepStatus
-from llamad_trio.core.pool import Reuse
+from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
+from llamad_trio.scheduling.pool import Reuse
 from tests.core.checked_scheduler import CheckedScheduler, sizes
 from tests.core.fake_memory import score
 

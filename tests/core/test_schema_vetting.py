@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 
+from llamad_trio.constraints.schema_pattern import fault_of_pattern
+from llamad_trio.constraints.schema_vetting import (
+    ANNOTATIONS,
+    REFUSED,
+    SUPPORTED,
+    resolve,
+    vet_schema,
+)
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.schema_pattern import fault_of_pattern
-from llamad_trio.core.schema_vetting import ANNOTATIONS, REFUSED, SUPPORTED, resolve, vet_schema
 
 EXAMPLES: dict[str, Any] = {
     "type": ["string", "null"],

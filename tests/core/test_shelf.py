@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llamad_trio.core.prefix import Match
-from llamad_trio.core.shelf import Shelf, Snapshot
+from llamad_trio.scheduling.prefix import Match
+from llamad_trio.scheduling.shelf import Shelf, Snapshot
 from tests.core.oracles import longest_prefix, n_common
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)

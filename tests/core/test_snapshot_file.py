@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.core.shelf import Snapshot
-from llamad_trio.core.snapshot_file import (
+from llamad_trio.scheduling.shelf import Snapshot
+from llamad_trio.scheduling.snapshot_file import (
     HEADER_BYTES,
     BadSnapshotError,
     Header,

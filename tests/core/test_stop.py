@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamad_trio.core.stop import StopMatcher
+from llamad_trio.scheduling.stop import StopMatcher
 from tests.core.oracles import first_stop, undecided
 
 LETTERS = st.sampled_from("ab🙂")

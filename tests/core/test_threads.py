@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.core.threads import ComputeThreads, ThreadGovernor
+from llamad_trio.scheduling.threads import ComputeThreads, ThreadGovernor
 
 
 @attrs.define

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamad_trio.core.tokenizing import tokens_of_prompt, without_sentinel
+from llamad_trio.scheduling.tokenizing import tokens_of_prompt, without_sentinel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from llamad_trio.core.runtime import Runtime
+    from llamad_trio.scheduling.runtime import Runtime
 
 S = "\ufdd0"
 BYTES = S.encode()

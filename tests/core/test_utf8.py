@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamad_trio.core.utf8 import Utf8Assembler
+from llamad_trio.scheduling.utf8 import Utf8Assembler
 from tests.core.oracles import decoded
 
 SOME_BYTES = st.binary(max_size=12) | st.text(max_size=6).map(lambda text: text.encode())

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import trio
 
-from llamad_trio.actors.unix_socket import listening, peer_is_trusted
 from llamad_trio.core.errors import SocketUnavailable
+from llamad_trio.serving.unix_socket import listening, peer_is_trusted
 
 NOBODY = 65534
 

@@ -19,7 +19,7 @@ import attrs
 import trio
 
 from llamad_trio import Limits, serve_unix
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.wire.lines import LineBuffer
 

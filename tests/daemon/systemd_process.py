@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-from llamad_trio.actors.systemd import inherited_listener
 from llamad_trio.core.errors import SocketUnavailable
+from llamad_trio.daemon.systemd import inherited_listener
 
 VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 

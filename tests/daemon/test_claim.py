@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from llamad_trio import EngineSpec, ModelLoadError, SocketUnavailable
-from llamad_trio.actors.unix_socket import claimed
 from llamad_trio.core.limits import Limits
-from llamad_trio.daemon import run_daemon
-from llamad_trio.daemon_config import DaemonConfig
+from llamad_trio.daemon.config import DaemonConfig
+from llamad_trio.daemon.daemon import run_daemon
+from llamad_trio.serving.unix_socket import claimed
 
 
 def config(folder: Path, path: Path) -> DaemonConfig:

@@ -23,8 +23,8 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError, ProtocolError
 from llamad_trio.core.limits import Limits
-from llamad_trio.daemon_config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
-from llamad_trio.manifest import load_manifest
+from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
+from llamad_trio.hub.manifest import load_manifest
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "daemon.toml"
 SMALL = '[models.small]\nmodel = "smollm2-135m"\n'
@@ -589,7 +589,7 @@ def test_the_sample_loads() -> None:
 
 def test_reading_it_loads_neither_trio_nor_llama_cpp() -> None:
     code = (
-        "import sys; from llamad_trio.daemon_config import load_daemon_config\n"
+        "import sys; from llamad_trio.daemon.config import load_daemon_config\n"
         f"load_daemon_config({str(SAMPLE)!r})\n"
         "print([m for m in ('trio', 'llama_cpp') if m in sys.modules])"
     )

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from llamad_trio import Engine, Limits, open_engine, serve_unix
-from llamad_trio.actors import listener
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.serving import listener
+from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import open_scripted_engine
 from llamad_trio.wire.calls import MAX_ID_CHARS
 from tests.daemon.support import (

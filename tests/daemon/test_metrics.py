@@ -13,7 +13,7 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from llamad_trio import serve_unix
-from llamad_trio.actors.metrics_socket import serve_metrics
+from llamad_trio.daemon.metrics_socket import serve_metrics
 from llamad_trio.testing import open_scripted_engine
 from llamad_trio.watch.prometheus import EngineMetrics
 from tests.daemon.support import ask

@@ -18,8 +18,8 @@ from pathlib import Path
 import attrs
 import pytest
 
-from llamad_trio import isolation
 from llamad_trio.core.config import EngineConfig
+from llamad_trio.isolation import isolation
 from tests.daemon.support import (
     HANG_S,
     ROOT,
@@ -451,7 +451,11 @@ def engine_processes(daemon: Daemon) -> list[int]:
         for task in Path(f"/proc/{daemon.pid}/task").iterdir()
         for pid in (task / "children").read_text().split()
     ]
-    return [p for p in pids if b"llamad_trio.isolated" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [
+        p
+        for p in pids
+        if b"llamad_trio.isolation.isolated" in Path(f"/proc/{p}/cmdline").read_bytes()
+    ]
 
 
 def test_a_signal_while_an_engine_s_process_loads_ends_it_soon(

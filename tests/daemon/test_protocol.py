@@ -14,7 +14,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from llamad_trio import EngineLike, Limits, serve_unix
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.daemon.support import (
     LONG_TEXT,

@@ -51,7 +51,7 @@ from llamad_trio import (
     daemon_stats,
     serve_unix,
 )
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 from llamad_trio.watch.freshness import refresh_if_possible
 from llamad_trio.wire.converter import unstructure
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from llamad_trio import Engine, EngineLike, Models, RemoteEngine
-    from llamad_trio.actors.nursery import TaskStatus
+    from llamad_trio.system.nursery import TaskStatus
 
 pytestmark = pytest.mark.usefixtures("no_hang")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llamad_trio.actors.systemd import notify
+from llamad_trio.daemon.systemd import notify
 from tests.daemon.systemd_process import VARIABLES, report_inherited
 
 ROOT = Path(__file__).parents[2]

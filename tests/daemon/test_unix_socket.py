@@ -19,14 +19,14 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from llamad_trio.actors import unix_socket
-from llamad_trio.actors.unix_socket import (
+from llamad_trio.core.errors import SocketUnavailable
+from llamad_trio.serving import unix_socket
+from llamad_trio.serving.unix_socket import (
     HangupWatcher,
     listening,
     open_hangup_watcher,
     peer_is_trusted,
 )
-from llamad_trio.core.errors import SocketUnavailable
 from tests.daemon.socket_processes import (
     connect_and_hold,
     listen_for_ever,

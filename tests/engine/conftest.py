@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from llamad_trio import open_engine
-from llamad_trio.llama import runtime as runtime_module
+from llamad_trio.llama import llama_runtime as runtime_module
 from llamad_trio.llama.model import Model
 from tests.engine.support import EXACT, ONE_THREAD
 from tests.models import proven_here

@@ -13,14 +13,14 @@ import trio
 
 import llamad_trio
 from llamad_trio import EngineConfig
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
     from llamad_trio import Engine, TokenStream
-    from llamad_trio.core.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
 
 __all__ = [
     "ENDLESS",

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.engine.support import (
     ENDLESS,
     EXACT,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from llamad_trio.core.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
 
 ASKED = Request("The quick brown fox jumps over the lazy", raw=True, max_tokens=1, temperature=0)
 COUNTING = Request(SURE_PROMPTS[0], raw=True, temperature=0)

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from llamad_trio import Message, PromptTooLong, Request, open_engine
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.engine.support import (
     ENDLESS,
     ONE_THREAD,

@@ -18,8 +18,6 @@ from llamad_trio import (
     Request,
     SessionFatal,
 )
-from llamad_trio.actors import reporter
-from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineLoaded,
@@ -35,8 +33,10 @@ from llamad_trio.core.engine_events import (
     RequestStarted,
     StepDone,
 )
-from llamad_trio.engine import open_named_engine
+from llamad_trio.engine import reporter
+from llamad_trio.engine.engine import open_named_engine
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.watch.broadcast import Broadcast
 from tests.engine.support import ENDLESS, ONE_THREAD, read_all, until, until_queued
 from tests.watch.support import Watcher, watched
 

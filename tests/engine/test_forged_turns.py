@@ -24,13 +24,13 @@ from llamad_trio import (
     ToolCall,
     UnsupportedFeature,
 )
-from llamad_trio.actors.preprocess import Preprocessor
 from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.template import FULL, ChatTemplate
-from llamad_trio.core.runtime import ModelFacts, Runtime
-from llamad_trio.core.snapshot_file import pack_tokens
-from llamad_trio.core.tokenizing import tokens_of_prompt
+from llamad_trio.engine.preprocess import Preprocessor
 from llamad_trio.llama.model import Model
+from llamad_trio.scheduling.runtime import ModelFacts, Runtime
+from llamad_trio.scheduling.snapshot_file import pack_tokens
+from llamad_trio.scheduling.tokenizing import tokens_of_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,8 @@ HANG_S = 60
 PROGRAM = """
 import os, signal, sys
 import trio
-from llamad_trio import EngineConfig, isolation, open_engine
+from llamad_trio import EngineConfig, open_engine
+from llamad_trio.isolation import isolation
 
 path, moment, is_stuck = sys.argv[1], sys.argv[2], sys.argv[3] == "stuck"
 # Whoever runs the tests in the background may have them ignore it.

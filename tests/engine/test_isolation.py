@@ -31,8 +31,6 @@ from llamad_trio import (
     open_engine,
     open_models,
 )
-from llamad_trio import isolation as isolation_module
-from llamad_trio.actors import handover as handover_module
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
@@ -42,7 +40,9 @@ from llamad_trio.core.engine_events import (
     RequestQueued,
     StepDone,
 )
-from llamad_trio.cores import physical_cores
+from llamad_trio.isolation import handover as handover_module
+from llamad_trio.isolation import isolation as isolation_module
+from llamad_trio.system.cores import physical_cores
 from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher
 
@@ -58,7 +58,8 @@ HANG_S = 30
 LIVING = """
 import ctypes, os, sys, threading, time
 import trio
-from llamad_trio import isolated, isolated_engine
+from llamad_trio.isolation import isolated
+from llamad_trio.isolation import isolated_engine
 
 def die():
     {die}
@@ -375,7 +376,7 @@ async def test_a_process_that_hangs_when_it_is_unloaded_has_not_crashed(
 
 
 async def test_it_looks_after_its_parent_before_it_imports_much() -> None:
-    program = "import sys, llamad_trio.isolated; assert not {'trio', 'numpy'} & sys.modules.keys()"
+    program = "import sys, llamad_trio.isolation.isolated; assert not {'trio', 'numpy'} & sys.modules.keys()"
     await trio.run_process([sys.executable, "-c", program], cwd=ROOT)
 
 
@@ -666,7 +667,8 @@ async def test_its_events_have_the_context_of_who_asked(tiny_path: Path) -> None
 
 SCRIPTED = """
 from contextlib import asynccontextmanager
-from llamad_trio import isolated, isolated_engine
+from llamad_trio.isolation import isolated
+from llamad_trio.isolation import isolated_engine
 from llamad_trio.testing import open_scripted_engine
 
 @asynccontextmanager

@@ -22,9 +22,9 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.core.constraint import Constraint
+from llamad_trio.constraints.compiler import Compiler, Matcher
+from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.llama.constraint import Compiler, Matcher
 from tests.engine.support import ONE_THREAD
 from tests.schema_suite import Group, read_schema_suite
 

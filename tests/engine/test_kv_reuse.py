@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, count_pieces, read_all, until_idle
 from tests.models import DECODER_KINDS, SLIDING_WINDOW_TOKENS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Completion, Engine
-    from llamad_trio.core.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
     from tests.models import Kind, TinyModels
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llamad_trio import Lane, ProtocolError, Request, blocking, open_engine
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.engine.support import (
     ENDLESS,
     ONE_THREAD,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from llamad_trio.core.plan import StepPlan, StepResult
-    from llamad_trio.core.runtime import LaneLike
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.runtime import LaneLike
 
 SURE = Request(SURE_PROMPTS[0], raw=True, max_tokens=8, temperature=0)
 TINY = Request("the cat", max_tokens=40, temperature=0)

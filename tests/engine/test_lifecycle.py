@@ -22,7 +22,7 @@ from llamad_trio import (
     SessionFatal,
     open_engine,
 )
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.engine.support import (
     ENDLESS,
     ONE_THREAD,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from llamad_trio.core.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
     from tests.models import TinyModels
 
 # -- exceptions of the body -----------------------------------------------------------------

@@ -20,7 +20,7 @@ from llamad_trio import (
     open_engine,
     open_models,
 )
-from llamad_trio.actors.nursery import open_plain_nursery
+from llamad_trio.system.nursery import open_plain_nursery
 from tests.engine.support import ENDLESS, ONE_THREAD, until
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine, Models
-    from llamad_trio.actors.broadcast import Broadcast
+    from llamad_trio.watch.broadcast import Broadcast
     from tests.models import Kind, TinyModels
 
 

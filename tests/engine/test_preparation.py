@@ -10,14 +10,14 @@ import pytest
 import trio
 
 from llamad_trio import Request
-from llamad_trio.actors.preprocess import MAX_THREADS
-from llamad_trio.core.gbnf_lark import gbnf_to_lark
+from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
+from llamad_trio.engine.preprocess import MAX_THREADS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.engine.support import until
 
 if TYPE_CHECKING:
-    from llamad_trio.core.constraint import Constraint
-    from llamad_trio.llama.constraint import Matcher
+    from llamad_trio.constraints.compiler import Matcher
+    from llamad_trio.constraints.constraint import Constraint
 
 HANG_S = 30
 

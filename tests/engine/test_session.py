@@ -25,8 +25,8 @@ from llamad_trio import (
     UnsupportedFeature,
     open_engine,
 )
-from llamad_trio.core.plan import StepResult, StepStatus
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
+from llamad_trio.scheduling.plan import StepResult, StepStatus
 from tests.engine.support import EXACT, held_steps, must_not_run, until, until_idle
 from tests.models import DECODER_KINDS
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine, Session
-    from llamad_trio.core.plan import StepPlan
+    from llamad_trio.scheduling.plan import StepPlan
     from tests.models import Kind, TinyModels
 
 # Longer than the sliding window.

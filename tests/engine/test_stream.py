@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llamad_trio import EngineClosed, PromptTooLong, Request, open_engine
-from llamad_trio.actors import ticket as ticket_module
+from llamad_trio.engine import ticket as ticket_module
 from tests.engine.support import (
     ENDLESS,
     EXACT,

@@ -9,14 +9,14 @@ import pytest
 import trio
 
 from llamad_trio import EngineConfig, Request, ThreadsChanged, open_engine
-from llamad_trio.core.threads import ComputeThreads
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
+from llamad_trio.scheduling.threads import ComputeThreads
 from tests.watch.support import Watcher
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llamad_trio.core.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan, StepResult
 
 
 class Steps:

@@ -14,8 +14,8 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.actors.lane import Lane
-from llamad_trio.actors.store import MAX_WRITES, SnapshotStore
+from llamad_trio.engine.lane import Lane
+from llamad_trio.engine.store import MAX_WRITES, SnapshotStore
 from tests.engine.support import EXACT, held_steps, threads_of_ours, until, until_idle
 from tests.models import DECODER_KINDS
 

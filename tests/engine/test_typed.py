@@ -25,8 +25,8 @@ from llamad_trio import (
     TextDelta,
     open_engine,
 )
-from llamad_trio.chat.typed import structure
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from llamad_trio.typed.structure import structure
 from tests.engine.support import ONE_THREAD, until_idle
 
 if TYPE_CHECKING:

@@ -21,13 +21,13 @@ import llama_cpp
 import numpy as np
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.plan import Copy, Drop, MemoryOp, Prepared, StepPlan, StepStatus, Work
-from llamad_trio.core.pool import Reuse
-from llamad_trio.core.sampling import SamplingParams
-from llamad_trio.core.scheduler import Failed, Finished, Scheduler
-from llamad_trio.core.threads import ComputeThreads
 from llamad_trio.llama.context import Context
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
+from llamad_trio.scheduling.plan import Copy, Drop, MemoryOp, Prepared, StepPlan, StepStatus, Work
+from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.sampling import SamplingParams
+from llamad_trio.scheduling.scheduler import Failed, Finished, Scheduler
+from llamad_trio.scheduling.threads import ComputeThreads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

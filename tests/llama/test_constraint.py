@@ -12,16 +12,16 @@ import attrs
 import numpy as np
 import pytest
 
+from llamad_trio.constraints.compiler import Compiler, Matcher
+from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.plan import SamplerSpec
 from llamad_trio.core.request import Request
-from llamad_trio.core.sampling import resolve_sampling
-from llamad_trio.llama.constraint import Compiler, Matcher
 from llamad_trio.llama.model import Model
 from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
 from llamad_trio.llama.vocabulary import LlamaVocabulary
+from llamad_trio.scheduling.plan import SamplerSpec
+from llamad_trio.scheduling.sampling import resolve_sampling
 
 if TYPE_CHECKING:
     from tests.models import TinyModels

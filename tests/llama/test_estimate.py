@@ -23,7 +23,7 @@ from llamad_trio import EngineConfig, ModelLoadError, UnsupportedFeature
 from llamad_trio.llama import estimate as module
 from llamad_trio.llama.estimate import estimate
 from llamad_trio.llama.gguf import read_layout
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.apart import run_apart
 from tests.llama.growth import peak_bytes, print_growth, print_peak
 from tests.models import DECODER_KINDS, Kind, TinyModels
@@ -31,7 +31,7 @@ from tests.models import DECODER_KINDS, Kind, TinyModels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from llamad_trio.core.memory import MemoryEstimate
+    from llamad_trio.core.memory_estimate import MemoryEstimate
 
     PathOf = Callable[[str], Path]
 

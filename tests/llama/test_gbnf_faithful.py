@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.llamacpp import lltokenizer_from_vocab
 
+from llamad_trio.constraints.gbnf import parse_gbnf
+from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.gbnf import parse_gbnf
-from llamad_trio.core.gbnf_lark import gbnf_to_lark
+from llamad_trio.hub.manifest import models_dir
 from llamad_trio.llama import backend
-from llamad_trio.manifest import models_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.plan import (
+from llamad_trio.llama.llama_runtime import LlamaRuntime
+from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
     SamplerSpec,
@@ -19,8 +20,7 @@ from llamad_trio.core.plan import (
     StepStatus,
     Work,
 )
-from llamad_trio.core.sampling import SamplingParams
-from llamad_trio.llama.runtime import LlamaRuntime
+from llamad_trio.scheduling.sampling import SamplingParams
 from tests.models import DECODER_KINDS, proven_here
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from llamad_trio.core.plan import MemoryOp
+    from llamad_trio.scheduling.plan import MemoryOp
     from tests.models import Kind, TinyModels
 
     Logits = NDArray[np.float32]

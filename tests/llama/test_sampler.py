@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llamad_trio.core.plan import SamplerSpec
-from llamad_trio.core.sampling import SamplingParams
 from llamad_trio.llama.sampler import Sampler
+from llamad_trio.scheduling.plan import SamplerSpec
+from llamad_trio.scheduling.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import llamad_trio.doctor
-from llamad_trio.cores import physical_cores
-from llamad_trio.daemon_config import DEFAULT_SOCKET
+from llamad_trio.daemon.config import DEFAULT_SOCKET
 from llamad_trio.preflight import store
 from llamad_trio.preflight.instructions import available_sets
+from llamad_trio.system.cores import physical_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from llamad_trio import Engine
-    from llamad_trio.actors.nursery import TaskStatus
     from llamad_trio.core.engine_events import EngineEvent
+    from llamad_trio.system.nursery import TaskStatus
     from llamad_trio.testing import ScriptedModel
     from llamad_trio.watch import EventSource
 

@@ -13,7 +13,6 @@ import trio
 import trio.testing
 
 from llamad_trio import InferenceError
-from llamad_trio.actors.broadcast import Broadcast
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineFailed,
@@ -25,12 +24,13 @@ from llamad_trio.core.engine_events import (
     StepDone,
 )
 from llamad_trio.testing import open_scripted_engine
+from llamad_trio.watch.broadcast import Broadcast
 from llamad_trio.watch.logs import DEFAULT_EVENTS, JsonFormatter, as_fields, log_events
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from llamad_trio.actors.broadcast import EventReader
+    from llamad_trio.watch.broadcast import EventReader
 
 FAILED = RequestFailed(
     time=2.5, engine="e", request_id=7, kind="chat", duration_s=1, error=InferenceError('"a"\nb')

@@ -20,7 +20,7 @@ from llamad_trio.watch.prometheus import EngineMetrics
 
 if TYPE_CHECKING:
     from llamad_trio import Engine
-    from llamad_trio.info import EngineStats
+    from llamad_trio.core.info import EngineStats
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

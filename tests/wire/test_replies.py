@@ -34,7 +34,7 @@ from llamad_trio.core.events import (
 )
 from llamad_trio.core.request import Request
 from llamad_trio.core.tools import ToolCall
-from llamad_trio.remote_reply import understood
+from llamad_trio.remote.reply import understood
 from llamad_trio.wire.errors import CLOSING, error_from, error_reply, error_text
 from llamad_trio.wire.replies import completion_from, completion_reply, event_from, event_reply
 from llamad_trio.wire.strict_json import encode_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from llamad_trio.core.constraint import JSON_STYLE
+from llamad_trio.constraints.constraint import JSON_STYLE
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import JsonObject, Tool
 

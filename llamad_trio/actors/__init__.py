@@ -1,1 +1,0 @@
-"""The Trio tasks of an engine, and the lane that owns an OS thread."""

@@ -1,0 +1,1 @@
+"""How fast an engine is, beside llama.cpp itself."""

@@ -1,0 +1,175 @@
+"""What reuse is worth: time to the first token with a prefix cold, warm, and restored."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from os import PathLike
+from statistics import median
+
+import attrs
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.request import Request
+from llamad_trio.engine.engine import Engine, open_engine
+
+__all__ = ["PrefixReport", "PrefixRow", "run_prefix_bench"]
+
+_TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
+_SUFFIX_TOKENS = 20
+
+
+@attrs.frozen(kw_only=True)
+class PrefixRow:
+    """One way for a prefix to be there.
+
+    Attributes:
+        case: which.
+        ttft_s: median seconds to the first token.
+        ratio: median of it against the cold prompt measured just before.
+        cached_tokens: prompt tokens that were reused, in the last measurement.
+    """
+
+    case: str
+    ttft_s: float
+    ratio: float
+    cached_tokens: int
+
+
+@attrs.frozen(kw_only=True)
+class PrefixReport:
+    """What was measured, on what; `rounds` measurements are behind each median."""
+
+    model: str
+    prefix_tokens: int
+    suffix_tokens: int
+    rounds: int
+    rows: tuple[PrefixRow, ...]
+
+
+@attrs.frozen
+class _Shot:
+    ttft_s: float
+    cached_tokens: int
+
+
+class _Prompts:
+    """Prompts that share a prefix, a new one each round."""
+
+    def __init__(self, tokens: list[int], n_prefix: int) -> None:
+        self._tokens = tokens
+        self._n_prefix = n_prefix
+
+    def prompt(self, round_: int, suffix: int) -> list[int]:
+        """The prefix of a round, and one of its suffixes."""
+        start = 3 * round_
+        end = start + self._n_prefix
+        return self._tokens[start:end] + self._tokens[suffix : suffix + _SUFFIX_TOKENS]
+
+
+async def run_prefix_bench(
+    model: str | PathLike[str],
+    *,
+    prefix_tokens: int = 1000,
+    rounds: int = 3,
+    on_progress: Callable[[str], object] = lambda _: None,
+    **overrides: object,
+) -> PrefixReport:
+    """Measure the time to the first token of a prompt with a long prefix.
+
+    Cold; again in the place it was in; beside a request that is still generating from it;
+    with another suffix; brought back from RAM; and after a restart, from disk.
+
+    Args:
+        model: a GGUF file or a known model.
+        prefix_tokens: length of the prefix.
+        rounds: measurements of each; their median is reported.
+        on_progress: told what is being measured.
+        overrides: `EngineConfig` fields.
+
+    A checkpoint; cancelled, it leaves nothing behind.  Snapshots go to a temporary
+    directory.
+
+    Raises:
+        ModelLoadError: as `open_engine` does.
+    """
+    whole = prefix_tokens + _SUFFIX_TOKENS
+    base = attrs.evolve(
+        EngineConfig.from_env(),
+        **{"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides},  # type: ignore[arg-type]
+    )
+    shots: dict[str, list[tuple[_Shot, _Shot]]] = {}
+
+    async with open_engine(model, base) as eng:
+        text = _TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8)
+        prompts = _Prompts(await eng.tokenize(text), prefix_tokens)
+        for i in range(rounds):
+            on_progress(f"in the pool, round {i + 1} of {rounds}")
+            cold = await _shot(eng, prompts.prompt(i, 1))
+            for case, warm in (
+                ("warm, same prompt", await _shot(eng, prompts.prompt(i, 1))),
+                ("warm, changed suffix", await _shot(eng, prompts.prompt(i, 2))),
+                ("warm, beside the first", await _beside(eng, prompts.prompt(i, 1))),
+            ):
+                shots.setdefault(case, []).append((cold, warm))
+
+    small = attrs.evolve(base, n_ctx=whole + 64, prompt_cache_ram_bytes=1 << 32)
+    async with open_engine(model, small) as eng:
+        for i in range(rounds):
+            on_progress(f"RAM, round {i + 1} of {rounds}")
+            cold = await _shot(eng, prompts.prompt(i, 1))
+            await _shot(eng, prompts.prompt(i + rounds, 1)[::-1])  # pushes the first out
+            shots.setdefault("restored from RAM", []).append(
+                (cold, await _shot(eng, prompts.prompt(i, 1)))
+            )
+
+    for i in range(rounds):
+        on_progress(f"disk, round {i + 1} of {rounds}")
+        with tempfile.TemporaryDirectory() as directory:
+            disk = attrs.evolve(base, prompt_cache_dir=directory, prompt_cache_disk_bytes=1 << 32)
+            async with open_engine(model, disk) as eng:
+                cold = await _shot(eng, prompts.prompt(i, 1))
+            async with open_engine(model, disk) as eng:
+                shots.setdefault("restored from disk", []).append(
+                    (cold, await _shot(eng, prompts.prompt(i, 1)))
+                )
+
+    return PrefixReport(
+        model=str(model),
+        prefix_tokens=prefix_tokens,
+        suffix_tokens=_SUFFIX_TOKENS,
+        rounds=rounds,
+        rows=(_cold_row(shots), *(_row(case, pairs) for case, pairs in shots.items())),
+    )
+
+
+async def _shot(eng: Engine, prompt: list[int]) -> _Shot:
+    completion = await eng.complete(Request(prompt, temperature=0, max_tokens=1))
+    return _Shot(completion.ttft_s, completion.cached_tokens)
+
+
+async def _beside(eng: Engine, prompt: list[int]) -> _Shot:
+    """A prompt measured while another request still generates from the same prefix."""
+    endless = Request(prompt, temperature=0, max_tokens=400)
+    async with eng.stream(endless) as pieces:
+        await pieces.receive()
+        return await _shot(eng, prompt)
+
+
+def _cold_row(shots: dict[str, list[tuple[_Shot, _Shot]]]) -> PrefixRow:
+    cold = [pair[0] for pairs in shots.values() for pair in pairs]
+    return PrefixRow(
+        case="cold",
+        ttft_s=median(shot.ttft_s for shot in cold),
+        ratio=1.0,
+        cached_tokens=cold[-1].cached_tokens,
+    )
+
+
+def _row(case: str, pairs: list[tuple[_Shot, _Shot]]) -> PrefixRow:
+    return PrefixRow(
+        case=case,
+        ttft_s=median(warm.ttft_s for _, warm in pairs),
+        ratio=median(warm.ttft_s / cold.ttft_s for cold, warm in pairs),
+        cached_tokens=pairs[-1][1].cached_tokens,
+    )

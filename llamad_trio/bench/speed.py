@@ -1,0 +1,203 @@
+"""How fast an engine is, against llama.cpp in a plain loop on the same model.
+
+Both run in one process, in turns, on the same thread: machines are shared and noisy,
+and only a ratio from within one run means anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from os import PathLike
+from statistics import median
+
+import attrs
+import trio
+
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.request import Request
+from llamad_trio.engine.engine import Engine, run_engine
+from llamad_trio.engine.lane import Lane
+from llamad_trio.engine.loading import loaded_model
+from llamad_trio.preflight.prove import proven
+
+__all__ = ["BenchReport", "BenchRow", "run_bench"]
+
+_TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
+
+
+@attrs.frozen(kw_only=True)
+class BenchRow:
+    """Medians at one number of concurrent requests; the ratios are medians of pairs.
+
+    Attributes:
+        concurrency: requests at once.
+        decode_tps, raw_decode_tps: generated tokens per second, all requests together.
+        decode_ratio: the engine's against the plain loop's.
+        prefill_tps, raw_prefill_tps: prompt tokens per second until the last first token.
+        prefill_ratio: likewise.
+        ttft_s, raw_ttft_s: seconds until every request has its first token.
+    """
+
+    concurrency: int
+    decode_tps: float
+    raw_decode_tps: float
+    decode_ratio: float
+    prefill_tps: float
+    raw_prefill_tps: float
+    prefill_ratio: float
+    ttft_s: float
+    raw_ttft_s: float
+
+
+@attrs.frozen(kw_only=True)
+class BenchReport:
+    """What was measured, on what.  `pairs` is the number of measurements behind a median."""
+
+    model: str
+    description: str
+    n_threads: int
+    prompt_tokens: int
+    n_tokens: int
+    pairs: int
+    rows: tuple[BenchRow, ...]
+
+
+@attrs.frozen
+class _Speed:
+    prefill_s: float
+    decode_tps: float
+
+
+async def run_bench(
+    model: str | PathLike[str],
+    *,
+    concurrency: Sequence[int] = (1, 4, 8),
+    prompt_tokens: int = 128,
+    n_tokens: int = 96,
+    pairs: int = 5,
+    on_progress: Callable[[str], object] = lambda _: None,
+    **overrides: object,
+) -> BenchReport:
+    """Measure an engine and a plain loop in turns.
+
+    Args:
+        model: a GGUF file or a known model.
+        concurrency: numbers of requests at once to measure.
+        prompt_tokens: length of each prompt.
+        n_tokens: tokens to generate per request.
+        pairs: measurements of each; their median is reported.
+        on_progress: told what is being measured.
+        overrides: `EngineConfig` fields.
+
+    A checkpoint; cancelled, it leaves nothing behind.
+
+    Raises:
+        ModelLoadError: as `open_engine` does.
+        InferenceError: the plain loop could not compute a batch.
+    """
+    most = max(concurrency)
+    fields: dict[str, object] = {
+        "n_slots": most,
+        "n_ctx": most * (prompt_tokens + n_tokens + 32),
+        "kv_cache": False,
+        **overrides,
+    }
+    config = attrs.evolve(EngineConfig.from_env(), **fields)  # type: ignore[arg-type]
+    config = await proven(config, model)
+    lane = Lane()
+    async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
+        from llamad_trio.llama.raw_loop import RawLoop
+
+        runtime = loaded.runtime
+        raw = RawLoop(runtime, runtime.config)
+        try:
+            async with run_engine(runtime, loaded.template, runtime.config, lane) as eng:
+                prompts = await _prompts(eng, most, prompt_tokens)
+                rows = []
+                for n in concurrency:
+                    on_progress(f"{n} at once")
+
+                    async def plain(n: int = n) -> _Speed:
+                        job = partial(raw.run, prompts[:n], n_tokens)
+                        speed = await lane.run(job, abort=raw.request_abort)
+                        return _Speed(speed.prefill_s, speed.n_decoded / speed.decode_s)
+
+                    ours = partial(_measure, eng, prompts[:n], n_tokens)
+                    rows.append(await _row(n, ours, plain, pairs, n * prompt_tokens))
+                return BenchReport(
+                    model=str(model),
+                    description=eng.info.description,
+                    n_threads=eng.config.n_threads or 0,
+                    prompt_tokens=prompt_tokens,
+                    n_tokens=n_tokens,
+                    pairs=pairs,
+                    rows=tuple(rows),
+                )
+        finally:
+            raw.close()
+
+
+async def _prompts(eng: Engine, n: int, prompt_tokens: int) -> list[list[int]]:
+    """Texts that go on for long, each beginning elsewhere, cut to the same length."""
+    words = _TEXT.split()
+    prompts = []
+    for i in range(n):
+        text = " ".join((words[i:] + words[:i]) * (prompt_tokens // 4))
+        prompts.append((await eng.tokenize(text))[:prompt_tokens])
+    return prompts
+
+
+async def _row(
+    n: int,
+    ours: Callable[[], Awaitable[_Speed]],
+    plain: Callable[[], Awaitable[_Speed]],
+    pairs: int,
+    n_prompt: int,
+) -> BenchRow:
+    await plain()
+    await ours()
+    measured = [(await plain(), await ours()) for _ in range(pairs)]
+    raw = [pair[0] for pair in measured]
+    engine = [pair[1] for pair in measured]
+    raw_ttft_s, ttft_s = (median(s.prefill_s for s in speeds) for speeds in (raw, engine))
+    return BenchRow(
+        concurrency=n,
+        decode_tps=median(s.decode_tps for s in engine),
+        raw_decode_tps=median(s.decode_tps for s in raw),
+        decode_ratio=median(e.decode_tps / r.decode_tps for r, e in measured),
+        prefill_tps=n_prompt / ttft_s,
+        raw_prefill_tps=n_prompt / raw_ttft_s,
+        prefill_ratio=median(r.prefill_s / e.prefill_s for r, e in measured),
+        ttft_s=ttft_s,
+        raw_ttft_s=raw_ttft_s,
+    )
+
+
+async def _measure(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Speed:
+    """Stream all prompts at once; count what is decoded while all of them run."""
+    start = trio.current_time()
+    marks: list[tuple[float, int]] = []
+    begun = 0
+
+    def mark() -> None:
+        marks.append((trio.current_time(), eng.stats().decode_tokens))
+
+    async def read(prompt: Sequence[int]) -> None:
+        nonlocal begun
+        request = Request(prompt, temperature=0, max_tokens=n_tokens)
+        async with eng.stream(request) as pieces:
+            await pieces.receive()
+            begun += 1
+            if begun == len(prompts):
+                mark()
+            async for _ in pieces:
+                pass
+        if begun == len(prompts) and len(marks) == 1:
+            mark()
+
+    async with trio.open_nursery() as nursery:
+        for prompt in prompts:
+            nursery.start_soon(read, prompt)
+    (first_s, before), (last_s, after) = marks
+    return _Speed(first_s - start, (after - before) / (last_s - first_s))

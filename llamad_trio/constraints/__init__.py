@@ -1,0 +1,1 @@
+"""What limits a reply: JSON schemas and grammars, checked, translated, compiled."""

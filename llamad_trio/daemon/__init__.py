@@ -1,0 +1,1 @@
+"""The process around the socket: configuration, signals, systemd, metrics."""

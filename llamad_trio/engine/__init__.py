@@ -1,0 +1,1 @@
+"""One model, many requests: the actors of an engine, and what users hold of it."""

@@ -1,0 +1,174 @@
+"""Tells of one engine, as events on its broadcast.
+
+Decides what each event says.  While nobody listens, nothing is made or copied.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextvars import Context
+from typing import TypedDict
+
+import trio
+
+from llamad_trio.core.completion import Completion
+from llamad_trio.core.engine_events import (
+    EngineLoaded,
+    EngineStopped,
+    FirstToken,
+    PrefixReused,
+    RequestCancelled,
+    RequestFailed,
+    RequestFinished,
+    RequestKind,
+    RequestPreempted,
+    RequestQueued,
+    RequestStarted,
+    StepDone,
+    ThreadsChanged,
+)
+from llamad_trio.core.errors import LlamadError
+from llamad_trio.engine.ticket import Ticket
+from llamad_trio.watch.broadcast import Broadcast
+
+__all__ = ["Reporter"]
+
+
+class _Event(TypedDict):
+    time: float
+    engine: str
+
+
+class _RequestEvent(_Event):
+    request_id: int
+
+
+class _WholeRequest(_RequestEvent):
+    kind: RequestKind
+    context: Context | None
+
+
+class Reporter:
+    """One engine's way to its watchers.  No method blocks.
+
+    Args:
+        broadcast: where the events go.
+        engine: the name they carry.
+    """
+
+    def __init__(self, broadcast: Broadcast, engine: str) -> None:
+        self._broadcast = broadcast
+        self._engine = engine
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody listens."""
+        return self._broadcast.has_readers
+
+    def loaded(self, load_s: float) -> None:
+        """The engine takes requests."""
+        if self.is_heard:
+            self._broadcast.publish(EngineLoaded(**self._now(), load_s=load_s))
+
+    def stopped(self, reason: str | None) -> None:
+        """The engine takes no requests any more."""
+        if self.is_heard:
+            self._broadcast.publish(EngineStopped(**self._now(), reason=reason))
+
+    def queued(self, ticket: Ticket) -> None:
+        """A request was accepted."""
+        if self.is_heard:
+            self._broadcast.publish(RequestQueued(**self._whole(ticket)))
+
+    def started(self, ticket: Ticket, cached_tokens: int) -> None:
+        """A request is in a step for the first time, behind `cached_tokens` of its prompt."""
+        if not self.is_heard:
+            return
+        of = self._of(ticket)
+        queued_s = of["time"] - ticket.submitted_at
+        self._broadcast.publish(
+            RequestStarted(**of, queued_s=queued_s, prompt_tokens=ticket.prompt_tokens)
+        )
+        if cached_tokens:
+            self._broadcast.publish(PrefixReused(**of, cached_tokens=cached_tokens))
+
+    def first_token(self, ticket: Ticket) -> None:
+        """A request has generated something."""
+        if self.is_heard:
+            self._broadcast.publish(FirstToken(**self._of(ticket), ttft_s=ticket.ttft_s))
+
+    def preempted(self, ticket: Ticket) -> None:
+        """A running request waits again."""
+        if self.is_heard:
+            self._broadcast.publish(RequestPreempted(**self._of(ticket)))
+
+    def finished(self, ticket: Ticket, completion: Completion) -> None:
+        """A request is complete."""
+        if self.is_heard:
+            self._broadcast.publish(
+                RequestFinished(
+                    **self._whole(ticket),
+                    duration_s=completion.duration_s,
+                    prompt_tokens=completion.prompt_tokens,
+                    generated_tokens=completion.generated_tokens,
+                    cached_tokens=completion.cached_tokens,
+                    finish_reason=completion.finish_reason,
+                    ttft_s=completion.ttft_s,
+                )
+            )
+
+    def failed(self, ticket: Ticket, error: LlamadError) -> None:
+        """A request ended with an error."""
+        if self.is_heard:
+            end = self._whole(ticket)
+            duration_s = end["time"] - ticket.submitted_at
+            # A copy: what is raised gets a traceback, which no reader should keep alive.
+            self._broadcast.publish(
+                RequestFailed(**end, duration_s=duration_s, error=copy.copy(error))
+            )
+
+    def cancelled(self, ticket: Ticket) -> None:
+        """Whoever asked has left."""
+        if self.is_heard:
+            end = self._whole(ticket)
+            self._broadcast.publish(
+                RequestCancelled(**end, duration_s=end["time"] - ticket.submitted_at)
+            )
+
+    def step_done(
+        self,
+        *,
+        duration_s: float,
+        decode_tokens: int,
+        prefill_tokens: int,
+        aborted: bool,
+        slots_in_use: int,
+    ) -> None:
+        """A step has ended."""
+        if self.is_heard:
+            self._broadcast.publish(
+                StepDone(
+                    **self._now(),
+                    duration_s=duration_s,
+                    decode_tokens=decode_tokens,
+                    prefill_tokens=prefill_tokens,
+                    aborted=aborted,
+                    slots_in_use=slots_in_use,
+                )
+            )
+
+    def threads_changed(self, n_threads: int, n_threads_batch: int) -> None:
+        """Other numbers of threads compute from now on."""
+        if self.is_heard:
+            self._broadcast.publish(
+                ThreadsChanged(**self._now(), n_threads=n_threads, n_threads_batch=n_threads_batch)
+            )
+
+    def _now(self) -> _Event:
+        return {"time": trio.current_time(), "engine": self._engine}
+
+    def _of(self, ticket: Ticket) -> _RequestEvent:
+        return {**self._now(), "request_id": ticket.id}
+
+    def _whole(self, ticket: Ticket) -> _WholeRequest:
+        return {**self._of(ticket), "kind": ticket.kind, "context": ticket.context}

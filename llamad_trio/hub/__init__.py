@@ -1,0 +1,1 @@
+"""Model files: found by name, fetched, checked."""

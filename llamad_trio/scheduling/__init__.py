@@ -1,0 +1,1 @@
+"""Which request runs, what a step computes, which cells it has: pure decisions."""

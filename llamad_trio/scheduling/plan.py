@@ -1,0 +1,223 @@
+"""The messages between the scheduler and whatever computes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+import attrs
+
+from llamad_trio.core.completion import TokenLogprob
+from llamad_trio.scheduling.sampling import SamplingParams
+
+__all__ = [
+    "CompiledConstraint",
+    "Copy",
+    "Drop",
+    "Load",
+    "MemoryOp",
+    "Prepared",
+    "Sampled",
+    "SamplerSpec",
+    "Save",
+    "StepPlan",
+    "StepResult",
+    "StepStatus",
+    "Work",
+]
+
+
+class CompiledConstraint(Protocol):
+    """A constraint as a runtime has compiled it: nothing to look into."""
+
+
+@attrs.frozen(kw_only=True)
+class Prepared:
+    """A request made ready to run: templated, tokenised, within budget.
+
+    Attributes:
+        id: unique.
+        tokens: the whole prompt, at least one token.
+        max_tokens: most tokens to generate, already capped by what an empty pool leaves;
+            0 only computes the prompt.
+        streams: whether the caller wants the text piece by piece.
+        session: its prefix is kept in preference to those of no session.
+        holder: who holds on to the prompt's KV when the request is complete; it is kept
+            in preference to all others, until the holder holds something else.
+        targets: to score instead of generating: target `i` is the token whose logarithmic
+            probability is asked for after token `len(tokens) - len(targets) + i`.  What
+            was computed for it is not retained.
+        constraint: what the text must be, as the runtime has compiled it.
+        visible: control tokens whose text counts as generated text.
+        n_logprobs: how many of the likeliest tokens to tell with each one; `None` tells
+            no probabilities at all.
+    """
+
+    id: int
+    tokens: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop: Sequence[str] = ()
+    streams: bool = True
+    session: str | None = None
+    holder: str | None = None
+    targets: Sequence[int] = ()
+    constraint: CompiledConstraint | None = None
+    visible: frozenset[int] = frozenset()
+    n_logprobs: int | None = None
+
+
+@attrs.frozen
+class Drop:
+    """Remove all of a sequence from the KV cache."""
+
+    seq: int
+
+
+@attrs.frozen
+class Copy:
+    """Let `dst`, which is empty, share the first `n` tokens of `src`."""
+
+    src: int
+    dst: int
+    n: int
+
+
+@attrs.frozen
+class Save:
+    """Write out the state of a sequence; the result carries it under `key`."""
+
+    seq: int
+    key: int
+
+
+@attrs.frozen(eq=False)
+class Load:
+    """Give `seq`, which is empty, a state of `length` tokens; keep the first `n` of them."""
+
+    seq: int
+    state: bytes
+    length: int
+    n: int
+
+
+MemoryOp = Drop | Copy | Save | Load
+
+
+@attrs.frozen(kw_only=True)
+class SamplerSpec:
+    """A sampler to make before the step: its numbers, and the tokens it has seen.
+
+    The rest is as in `Prepared`.
+    """
+
+    request_id: int
+    params: SamplingParams
+    seen: Sequence[int]
+    constraint: CompiledConstraint | None = None
+    visible: frozenset[int] = frozenset()
+    n_logprobs: int | None = None
+
+
+@attrs.frozen
+class Work:
+    """Tokens of one sequence to compute in a step.
+
+    Attributes:
+        request_id: whose work it is.
+        seq: the llama.cpp sequence (the slot's number).
+        pos: position of the first of `tokens`; everything before it is in the KV cache.
+        tokens: at least one token.
+        sample: whether to sample a token after the last of them.
+        targets: tokens to score, one after each of the last `len(targets)` of `tokens`.
+    """
+
+    request_id: int
+    seq: int
+    pos: int
+    tokens: Sequence[int]
+    sample: bool
+    targets: Sequence[int] = ()
+
+
+@attrs.frozen(kw_only=True)
+class StepPlan:
+    """One step: first the memory operations, in order, then all `work` in one batch.
+
+    Without work, only the memory operations are made.  `n_threads` is how many compute it; 0
+    is as many as before.
+    """
+
+    work: tuple[Work, ...]
+    n_threads: int = 0
+    memory: tuple[MemoryOp, ...] = ()
+    new_samplers: tuple[SamplerSpec, ...] = ()
+    old_samplers: tuple[int, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the batch."""
+        return sum(len(w.tokens) for w in self.work)
+
+
+class StepStatus(Enum):
+    """How a step ended."""
+
+    DONE = auto()
+    ABORTED = auto()
+    """Stopped between graph nodes; nothing of it stands."""
+    NO_ROOM = auto()
+    """llama.cpp found no cells for the batch; nothing of it stands."""
+    FAILED = auto()
+    """The computation failed; the sequences of the step were cleared."""
+
+
+@attrs.frozen
+class Sampled:
+    """One sampled token, and what follows from it.
+
+    Attributes:
+        token: its id.
+        piece: its bytes.
+        ends: whether it ends the generation; it is no text then.
+        forced: ids and bytes of the tokens after it, where the constraint leaves no choice.
+        is_complete: whether the constraint lets nothing follow those.
+        logprobs: how likely it was, if that was asked for; no token is `forced` then.
+    """
+
+    token: int
+    piece: bytes
+    ends: bool
+    forced: Sequence[tuple[int, bytes]] = ()
+    is_complete: bool = False
+    logprobs: TokenLogprob | None = None
+
+
+@attrs.frozen(kw_only=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        sampled: by request id, for the work that asked for a token.
+        failures: by request id, why no token could be sampled.
+        scores: by request id, the logarithmic probabilities of the work's targets.
+        cleared: sequences that lost *all* their tokens, because the model's memory
+            cannot be rolled back to a position.
+        saved: by key, the states that were to be saved and could be.
+        elapsed_s: seconds the step took.
+        compute_s: seconds of these in llama.cpp; 0 if they are not known.
+        waited_s: seconds of these for which the lane's thread had no core.
+        reason: why, when the status is `FAILED`.
+    """
+
+    status: StepStatus
+    sampled: Mapping[int, Sampled] = attrs.field(factory=dict)
+    failures: Mapping[int, str] = attrs.field(factory=dict)
+    scores: Mapping[int, Sequence[float]] = attrs.field(factory=dict)
+    cleared: frozenset[int] = frozenset()
+    saved: Mapping[int, bytes] = attrs.field(factory=dict)
+    elapsed_s: float = 0.0
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+    reason: str = ""

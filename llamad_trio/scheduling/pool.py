@@ -1,0 +1,378 @@
+"""The KV pool: who holds which cells, what ended requests leave behind, what gives way.
+
+Decides which sequence a request gets, what it takes over from others, and which
+retained prefix goes first.  Knows nothing of slots, steps and time.
+
+What it wants done in llama.cpp's memory it writes down as operations, in order; the
+next step plan carries them, and they are made before its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, IntEnum, auto
+from itertools import count
+
+import attrs
+
+from llamad_trio.scheduling.plan import Copy, Drop, Load, MemoryOp, Save, StepPlan
+from llamad_trio.scheduling.prefix import Match, PrefixTree
+from llamad_trio.scheduling.shelf import Shelf, Snapshot
+
+__all__ = ["Pool", "Reuse"]
+
+MIN_CHECKPOINT_TOKENS = 16
+"""Shorter prompts are computed about as fast as they are found again."""
+
+
+class Reuse(Enum):
+    """What of a sequence another one can go on from."""
+
+    NOTHING = auto()
+    """Reuse is off."""
+    WHOLE = auto()
+    """Only its end: the state of recurrent and hybrid models cannot go back."""
+    PREFIX = auto()
+    """Any of its prefixes."""
+
+
+class _Rank(IntEnum):
+    """What gives way first."""
+
+    COMMON = auto()
+    OF_SESSION = auto()
+    HELD = auto()
+
+
+@attrs.define
+class _Retained:
+    """A prefix nobody runs on."""
+
+    last_used: int
+    rank: _Rank
+
+
+class Pool:
+    """The sequences of one context.  Sizes in tokens, which are cells.
+
+    Args:
+        n_ctx: cells there are.
+        n_seqs: sequences there are.
+        reuse: what the model's memory and the configuration allow.
+        shelf: where prefixes go that leave the pool, if anywhere.
+    """
+
+    def __init__(
+        self, *, n_ctx: int, n_seqs: int, reuse: Reuse, shelf: Shelf | None = None
+    ) -> None:
+        self.n_ctx = n_ctx
+        self.reuse = reuse
+        self._tree = PrefixTree()
+        self._free = list(range(n_seqs))
+        self._retained: dict[int, _Retained] = {}
+        self._held: dict[str, int] = {}
+        # Copies that no step has built on yet, and what turned out not to be copied: layers
+        # with a sliding window give away what has left it.
+        self._unproven: dict[int, Match] = {}
+        self._spoilt: dict[int, int] = {}
+        self._ops: list[MemoryOp] = []
+        self._clock = 0
+        self._shelf = shelf
+        self._save_keys = count()
+        self._saving: dict[int, tuple[int, ...]] = {}
+        self._leaving: list[Snapshot] = []
+
+    # -- looking around -----------------------------------------------------------------
+
+    @property
+    def free_cells(self) -> int:
+        """Cells nobody holds."""
+        return self.n_ctx - self._tree.size
+
+    def length(self, seq: int) -> int:
+        """Tokens a sequence holds."""
+        return self._tree.length(seq)
+
+    def cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
+        """Cells that the first `n` tokens of each `(seq, n)` hold together."""
+        return self._tree.cells(prefixes)
+
+    def held_by(self, seqs: Iterable[int]) -> int:
+        """Cells the sequences hold together; every other one in use is retained."""
+        return self._tree.cells((seq, self._tree.length(seq)) for seq in seqs)
+
+    @property
+    def in_use(self) -> int:
+        """Cells in use, retained ones included."""
+        return self._tree.size
+
+    def find(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
+        """The longest prefix to go on from, of `limit` tokens at most; by default of all but
+        the last, which must be computed for its logits."""
+        match = self._match(tokens, len(tokens) - 1 if limit is None else limit)
+        if match and match.seq in self._retained:
+            self._touch(match.seq)
+        return match
+
+    def _match(self, tokens: Sequence[int], limit: int) -> Match | None:
+        if self.reuse is Reuse.NOTHING:
+            return None
+        match = self._tree.match(tokens, limit, whole=self.reuse is Reuse.WHOLE)
+        return None if match and match.n <= self._spoilt.get(match.seq, 0) else match
+
+    # -- a request's sequence -----------------------------------------------------------
+
+    def open(self) -> int:
+        """A sequence that holds nothing; the oldest retained prefix goes if there is none."""
+        if not self._free:
+            self._evict(self._least_wanted(self._retained))
+        return self._free.pop()
+
+    def share(self, match: Match, seq: int) -> None:
+        """Let `seq`, which holds nothing, go on from what was found."""
+        self._tree.copy(match.seq, seq, match.n)
+        self._ops.append(Copy(match.seq, seq, match.n))
+        self._unproven[seq] = match
+        consumed = match.n == self._tree.length(match.seq) and self.reuse is Reuse.PREFIX
+        retained = self._retained.get(match.seq)
+        if consumed and retained and retained.rank is not _Rank.HELD:
+            self._forget(match.seq)  # seq holds all of it, and gives any prefix of it
+
+    def extend(self, seq: int, tokens: Sequence[int]) -> None:
+        """The tokens have been computed."""
+        self._unproven.pop(seq, None)
+        self._tree.extend(seq, tokens)
+
+    def prove(self, seqs: Iterable[int]) -> None:
+        """What was copied to these sequences was there, whatever became of it since."""
+        for seq in seqs:
+            self._unproven.pop(seq, None)
+
+    def lose(self, seq: int) -> None:
+        """llama.cpp holds nothing of the sequence any more."""
+        copied = self._unproven.pop(seq, None)
+        if copied and self.reuse is Reuse.PREFIX:  # a state is whole, or was lost otherwise
+            self._spoilt[copied.seq] = max(copied.n, self._spoilt.get(copied.seq, 0))
+        self._tree.drop(seq)
+        heirs = [op for op in self._ops if isinstance(op, Copy) and op.src == seq]
+        self._ops = [op for op in self._ops if op not in heirs]
+        for heir in heirs:
+            self.lose(heir.dst)
+        if seq in self._retained:
+            self._forget(seq)
+
+    def distrust(self, plan: StepPlan) -> None:
+        """Nobody knows how much of a plan was done: give up all that it touched."""
+        unsure = {work.seq for work in plan.work} | {_target(op) for op in plan.memory}
+        for op in self._ops:
+            if isinstance(op, Copy) and op.src in unsure:
+                unsure.add(op.dst)
+        sure = [op for op in self._ops if _target(op) not in unsure]
+        self.prove(unsure)
+        for seq in unsure:
+            self.lose(seq)
+        self._ops = [*map(Drop, sorted(unsure)), *sure]
+
+    def empty(self, seq: int) -> None:
+        """Let a sequence give up all it holds."""
+        if self._tree.length(seq):
+            self._ops.append(Drop(seq))
+        self._tree.drop(seq)
+
+    def close(self, seq: int, *, keep: bool = True, session: str | None = None) -> None:
+        """A request ends: its sequence is retained, if that can be of use."""
+        if keep and self._is_of_use(seq):
+            self._retain(seq, _Rank.COMMON if session is None else _Rank.OF_SESSION)
+        else:
+            self._forget(seq)
+
+    def hold(self, seq: int, holder: str) -> None:
+        """A request ends, and `holder` holds on to its sequence instead of what it held."""
+        if self.reuse is Reuse.NOTHING:
+            self._forget(seq)
+            return
+        self._retain(seq, _Rank.HELD)
+        self.let_go(holder)
+        self._held[holder] = seq
+
+    def hold_resident(self, holder: str, tokens: Sequence[int]) -> bool:
+        """Let `holder` hold what somebody else has computed; false if that is not all there."""
+        if self.resident(tokens) < len(tokens):
+            return False
+        seq = self.open()
+        match = self._match(tokens, len(tokens))
+        if match is None or match.n < len(tokens):  # it was what gave way
+            self._free.append(seq)
+            return False
+        self._tree.copy(match.seq, seq, match.n)
+        self._ops.append(Copy(match.seq, seq, match.n))
+        self.hold(seq, holder)
+        return True
+
+    def let_go(self, holder: str) -> None:
+        """What `holder` holds, if anything, is retained like all else."""
+        seq = self._held.pop(holder, None)
+        if seq is None or seq not in self._retained:
+            return
+        if self._is_of_use(seq):
+            self._retained[seq].rank = _Rank.COMMON
+        else:
+            self._forget(seq)
+
+    def resident(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens somebody holds, so that one can go on from there."""
+        match = self._match(tokens, len(tokens))
+        return match.n if match else 0
+
+    def checkpoint(self, seq: int, session: str | None = None) -> None:
+        """Retain where a sequence stands now, if it could not be come back to later."""
+        length = self._tree.length(seq)
+        if self.reuse is not Reuse.WHOLE or length < MIN_CHECKPOINT_TOKENS:
+            return
+        if not self._free and not self._retained:
+            return
+        copy = self.open()
+        self.share(Match(seq, length), copy)
+        self._retain(copy, _Rank.COMMON if session is None else _Rank.OF_SESSION)
+
+    # -- making room --------------------------------------------------------------------
+
+    def evict(self) -> bool:
+        """Let the least wanted retained prefix go that frees a cell; false if none does."""
+        groups = [self._tree.holders(seq) for seq in self._retained]
+        # Those who hold the same cells free them only together.
+        evictable = [group for group in groups if group <= self._retained.keys()]
+        if not evictable:
+            return False
+        for seq in min(evictable, key=lambda g: (max(map(self._wanted, g)), len(g))):
+            self._evict(seq)
+        return True
+
+    def can_free(self, n_tokens: int, running: Iterable[int]) -> bool:
+        """Whether evicting alone makes that much room beside the `running` sequences."""
+        return self.n_ctx - self.held_by(running) >= n_tokens
+
+    def evict_all(self) -> bool:
+        """Let every retained prefix go; false if there is none."""
+        retained = list(self._retained)
+        for seq in retained:
+            self._forget(seq)
+        return bool(retained)
+
+    def take_ops(self) -> tuple[MemoryOp, ...]:
+        """What is to be done in llama.cpp's memory before the next batch."""
+        ops = tuple(self._ops)
+        self._ops.clear()
+        return ops
+
+    # -- the shelf ----------------------------------------------------------------------
+
+    def find_shelved(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
+        """The shelf's entry (as `seq`) that holds most of the start of `tokens`; as `find`."""
+        return self._shelf.match(tokens, limit) if self._shelf else None
+
+    def shelved_length(self, key: int) -> int:
+        """Tokens that a shelf's entry brings into the pool, for a moment at least."""
+        assert self._shelf is not None
+        return self._shelf.length(key)
+
+    def is_in_ram(self, key: int) -> bool:
+        """Whether a shelf's entry need not be read from disk first."""
+        return self._shelf is not None and self._shelf.snapshot(key) is not None
+
+    def read(self, key: int, snapshot: Snapshot | None) -> None:
+        """An entry has been read from disk; `None` if it could not be."""
+        assert self._shelf is not None
+        if snapshot is None:
+            self._shelf.remove(key)
+        else:
+            self._leaving += self._shelf.read(key, snapshot)
+
+    def load(self, match: Match, seq: int) -> None:
+        """Let `seq`, which holds nothing, go on from what the shelf holds in RAM."""
+        assert self._shelf is not None
+        snapshot = self._shelf.snapshot(match.seq)
+        assert snapshot is not None
+        self._tree.extend(seq, snapshot.tokens[: match.n])
+        self._ops.append(Load(seq, snapshot.state, len(snapshot.tokens), match.n))
+
+    def save_all(self) -> None:
+        """Write out every retained prefix, as far as the shelf has no such."""
+        for seq in list(self._retained):
+            self._save(seq)
+
+    def saved(self, states: Mapping[int, bytes]) -> None:
+        """Take the states in that a step has saved."""
+        for key, state in states.items():
+            assert self._shelf is not None
+            snapshot = Snapshot(self._saving[key], state)
+            self._leaving += self._shelf.put(snapshot)
+        # What was planned and is not among them could not be saved.
+        to_come = {op.key for op in self._ops if isinstance(op, Save)}
+        self._saving = {key: tokens for key, tokens in self._saving.items() if key in to_come}
+
+    def add_stored(self, tokens: Sequence[int]) -> int:
+        """Know of a snapshot on disk; return its key."""
+        assert self._shelf is not None
+        return self._shelf.add_stored(tokens)
+
+    def take_all(self) -> list[Snapshot]:
+        """Everything the shelf has in RAM and not on disk, and what has just left it."""
+        assert self._shelf is not None
+        return [*self.take_leaving(), *self._shelf.take_all()]
+
+    def take_leaving(self) -> list[Snapshot]:
+        """What has left RAM since the last call, for the disk."""
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _is_of_use(self, seq: int) -> bool:
+        """Whether the sequence gives something to go on from that no other one gives."""
+        if not self._tree.length(seq) or self.reuse is Reuse.NOTHING:
+            return False
+        if self.reuse is Reuse.PREFIX:
+            return not self._tree.is_inside_another(seq)
+        return not self._tree.has_twin(seq)
+
+    def _least_wanted(self, seqs: Iterable[int]) -> int:
+        return min(seqs, key=self._wanted)
+
+    def _wanted(self, seq: int) -> tuple[_Rank, int]:
+        """How much a retained prefix is wanted: by rank, then the more the later it was used."""
+        retained = self._retained[seq]
+        return retained.rank, retained.last_used
+
+    def _retain(self, seq: int, rank: _Rank) -> None:
+        self._retained[seq] = _Retained(0, rank)
+        self._touch(seq)
+
+    def _touch(self, seq: int) -> None:
+        self._clock += 1
+        self._retained[seq].last_used = self._clock
+
+    def _evict(self, seq: int) -> None:
+        self._save(seq)
+        self._forget(seq)
+
+    def _save(self, seq: int) -> None:
+        if self._shelf is None or self._tree.length(seq) < MIN_CHECKPOINT_TOKENS:
+            return
+        tokens = tuple(self._tree.tokens(seq))
+        if not self._shelf.covers(tokens):
+            key = next(self._save_keys)
+            self._saving[key] = tokens
+            self._ops.append(Save(seq, key))
+
+    def _forget(self, seq: int) -> None:
+        self.empty(seq)
+        self._retained.pop(seq, None)
+        self._held = {holder: held for holder, held in self._held.items() if held != seq}
+        self._spoilt.pop(seq, None)
+        self._unproven.pop(seq, None)
+        self._free.append(seq)
+
+
+def _target(op: MemoryOp) -> int:
+    return op.dst if isinstance(op, Copy) else op.seq

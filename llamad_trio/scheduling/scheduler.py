@@ -1,0 +1,774 @@
+"""Which request runs in which slot, what each step computes, and what comes of it.
+
+Decides admission, eviction, preemption, batching and the end of every request.
+Refuses to know of clocks, threads, Trio and llama.cpp: it takes requests and step
+results, and gives step plans and events.
+
+The rules:
+
+1. Requests are admitted in the order they arrived, into a free slot, when their
+   tokens and a small headroom fit beside what the running ones have.
+2. A step decodes one token for every running request first; what is left of its
+   budget goes to tokens that constraints have forced, then to prompts, the oldest first.
+3. When the pool runs short: retained prefixes go, least recently used first; then
+   requests whose readers have paused them; then the newest running one.  What is
+   preempted waits again in its old place, and goes on where it was.
+4. The oldest running request is never preempted and goes on in every step, so there is
+   always progress.
+5. Nothing of a cancelled request is planned again.
+6. A prompt goes on from the longest prefix anybody holds; when somebody older is still
+   computing a longer one, it waits for that.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum, auto
+
+import attrs
+
+from llamad_trio.core.completion import FinishReason, TokenLogprob
+from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
+from llamad_trio.scheduling.pacing import StepPacer
+from llamad_trio.scheduling.plan import (
+    Copy,
+    Prepared,
+    Sampled,
+    SamplerSpec,
+    StepPlan,
+    StepResult,
+    StepStatus,
+    Work,
+)
+from llamad_trio.scheduling.pool import Pool, Reuse
+from llamad_trio.scheduling.prefix import Match, common_length
+from llamad_trio.scheduling.shelf import Shelf, Snapshot
+from llamad_trio.scheduling.stop import StopMatcher
+from llamad_trio.scheduling.threads import ComputeThreads
+from llamad_trio.scheduling.utf8 import Utf8Assembler
+
+__all__ = ["Event", "Failed", "Finished", "Piece", "Scheduler", "SchedulerStats"]
+
+HEADROOM_TOKENS = 32
+"""Free cells asked for beyond the prompt at admission: enough that a request is not
+preempted in its first moments, little enough that a high `max_tokens` costs nothing."""
+
+MIN_SHARED_TOKENS = 8
+"""A request waits for another's prefill only when it saves at least this much of its own."""
+
+
+@attrs.frozen
+class Piece:
+    """Text to hand to the reader of request `id`; never empty."""
+
+    id: int
+    text: str
+
+
+@attrs.frozen(kw_only=True)
+class Finished:
+    """Request `id` is complete."""
+
+    id: int
+    text: str
+    prompt_tokens: int
+    generated_tokens: int
+    finish_reason: FinishReason
+    stop_sequence: str | None
+    cached_tokens: int
+    logprobs: Sequence[TokenLogprob] = ()
+    scores: Sequence[float] = ()
+
+
+@attrs.frozen
+class Failed:
+    """Request `id` ended with an error."""
+
+    id: int
+    error: LlamadError
+
+
+Event = Piece | Finished | Failed
+
+
+class _State(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    ENDED = auto()
+
+
+_MOVES = {
+    (_State.WAITING, _State.RUNNING),  # admitted
+    (_State.RUNNING, _State.WAITING),  # preempted
+    (_State.WAITING, _State.ENDED),  # cancelled, or the engine closed
+    (_State.RUNNING, _State.ENDED),  # finished, failed, cancelled
+}
+
+
+@attrs.define(eq=False)
+class _Run:
+    """A request on its way: everything that survives preemption.
+
+    `n_new` is the number of tokens the last sampling gave; `scores` are by position.
+    """
+
+    prepared: Prepared
+    arrival: int
+    tokens: list[int]
+    stop: StopMatcher
+    utf8: Utf8Assembler = attrs.field(factory=Utf8Assembler)
+    state: _State = _State.WAITING
+    seq: int = -1
+    begun: bool = False
+    text: list[str] = attrs.field(factory=list)
+    n_new: int = 0
+    logprobs: list[TokenLogprob] = attrs.field(factory=list)
+    scores: dict[int, float] = attrs.field(factory=dict)
+    cached_tokens: int = 0
+    has_sampler: bool = False
+    paused: bool = False
+    cancelled: bool = False
+
+    @property
+    def id(self) -> int:
+        return self.prepared.id
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prepared.tokens)
+
+    @property
+    def n_reusable(self) -> int:
+        """Tokens that may come from others: those before the first whose logits are wanted."""
+        return len(self.tokens) - max(1, len(self.prepared.targets))
+
+    def move(self, state: _State) -> None:
+        assert (self.state, state) in _MOVES, f"{self.state} -> {state}"
+        self.state = state
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerStats:
+    """Counts at one moment, and totals since the start."""
+
+    running: int
+    slots_free: int
+    slots_prefill: int
+    slots_decode: int
+    slots_paused: int
+    kv_used: int
+    kv_retained: int
+    kv_free: int
+    prefill_tokens: int
+    prefill_s: float
+    decode_tokens: int
+    decode_s: float
+    cached_tokens: int
+    preemptions: int
+    steps: int
+    aborted_steps: int
+    n_threads: int
+    n_threads_batch: int
+
+
+class Scheduler:
+    """The state of one engine's requests, slots and KV pool.
+
+    Args:
+        n_slots: requests that can run at once.
+        n_seqs: sequences there are, more than `n_slots` if anything is to be retained.
+        n_ctx: tokens in the KV pool, shared by all slots.
+        n_batch: most tokens in a step, at least `n_slots`.
+        step_target_s: seconds a step with running streams should take.
+        threads: chooses how many compute a step.
+        reuse: what requests can take over from each other.
+        shelf: where prefixes go that leave the pool, if anywhere.
+
+    Call `plan`, run the plan, call `apply` with its result; between the two a step
+    is in flight.  Every other method may be called at any time.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_slots: int,
+        n_seqs: int,
+        n_ctx: int,
+        n_batch: int,
+        step_target_s: float,
+        threads: ComputeThreads,
+        reuse: Reuse,
+        shelf: Shelf | None = None,
+    ) -> None:
+        assert 1 <= n_slots <= n_batch
+        assert n_seqs > n_slots or reuse is Reuse.NOTHING
+        self.n_ctx = n_ctx
+        self._n_slots = n_slots
+        self._n_seqs = n_seqs
+        self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
+        self._threads = threads
+        self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=shelf)
+        self._runs: dict[int, _Run] = {}
+        self._running: list[_Run] = []  # those that hold a slot, oldest first
+        self._plan: StepPlan | None = None
+        self._growth: dict[int, int] = {}
+        self._n_decode = 0
+        self._n_generated = 0
+        self._old_samplers: list[int] = []
+        self._wanted: set[int] = set()
+        self._preempted: list[int] = []
+        self._short_of_cells = False
+        self._arrivals = 0
+        self._totals: Counter[str] = Counter()
+        self._prefill_s = 0.0
+        self._decode_s = 0.0
+
+    # -- what callers ask -------------------------------------------------------------
+
+    def submit(self, prepared: Prepared) -> None:
+        """Take a request in.  It must fit in an empty pool (see `Prepared`)."""
+        assert prepared.id not in self._runs
+        assert len(prepared.tokens) >= 1
+        assert 0 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
+        assert not prepared.targets or prepared.max_tokens == 0
+        assert len(prepared.targets) <= len(prepared.tokens)
+        self._arrivals += 1
+        stop = StopMatcher(prepared.stop)
+        self._runs[prepared.id] = _Run(prepared, self._arrivals, list(prepared.tokens), stop)
+
+    def cancel(self, request_id: int) -> None:
+        """Nobody wants this request any more.  No event follows.  Unknown ids are ignored."""
+        run = self._runs.get(request_id)
+        if run is None or run.cancelled:
+            return
+        run.cancelled = True
+        if not self._is_in_flight(run):
+            self._end(run)
+
+    def pause(self, request_id: int) -> None:
+        """Its reader cannot take more: leave it out of the next plans."""
+        if run := self._runs.get(request_id):
+            run.paused = True
+
+    def resume(self, request_id: int) -> None:
+        """Its reader has caught up."""
+        if run := self._runs.get(request_id):
+            run.paused = False
+
+    def fail_all(self, error: LlamadError) -> list[Event]:
+        """End every request with `error`, and the step in flight, if there is one."""
+        plan, self._plan = self._plan, None
+        ended = list(self._runs.values())
+        for run in ended:
+            self._end(run)
+        if plan is not None:
+            self._pool.distrust(plan)
+        return [Failed(run.id, error) for run in ended if not run.cancelled]
+
+    @property
+    def in_flight_is_unwanted(self) -> bool:
+        """Whether a step is in flight and everybody with work in it has cancelled."""
+        return self._plan is not None and all(
+            self._runs[work.request_id].cancelled for work in self._plan.work
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a request is waiting that could not be admitted."""
+        return any(r.state is _State.WAITING and not r.paused for r in self._runs.values())
+
+    @property
+    def n_running(self) -> int:
+        """Requests that hold a slot and are still wanted."""
+        return sum(not run.cancelled for run in self._running)
+
+    @property
+    def n_generated(self) -> int:
+        """Of the tokens in the last plan, those that had been generated, not prompted."""
+        return self._n_generated
+
+    def take_preempted(self) -> list[int]:
+        """Requests that were preempted since the last call, in order."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    @property
+    def threads_in_force(self) -> tuple[int, int]:
+        """How many threads compute steps that only decode, and those with prompts."""
+        return self._threads.in_force
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot."""
+        running = self._running
+        used = self._pool.held_by(run.seq for run in running)
+        totals = self._totals
+        return SchedulerStats(
+            running=self.n_running,
+            slots_free=self._n_slots - len(running),
+            slots_prefill=sum(not run.paused and not self._decodes(run) for run in running),
+            slots_decode=sum(not run.paused and self._decodes(run) for run in running),
+            slots_paused=sum(run.paused for run in running),
+            kv_used=used,
+            kv_retained=self._pool.in_use - used,
+            kv_free=self._pool.free_cells,
+            prefill_tokens=totals["prefill_tokens"],
+            prefill_s=self._prefill_s,
+            decode_tokens=totals["decode_tokens"],
+            decode_s=self._decode_s,
+            cached_tokens=totals["cached_tokens"],
+            preemptions=totals["preemptions"],
+            steps=totals["steps"],
+            aborted_steps=totals["aborted_steps"],
+            n_threads=self.threads_in_force[0],
+            n_threads_batch=self.threads_in_force[1],
+        )
+
+    # -- what sessions ask ------------------------------------------------------------
+
+    def resident(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens somebody holds, so that one can go on from there."""
+        return self._pool.resident(tokens)
+
+    def hold(self, holder: str, tokens: Sequence[int]) -> bool:
+        """Let `holder` hold what is resident already; false if not all of it is, or not for long."""
+        return self._is_settled(tokens) and self._pool.hold_resident(holder, tokens)
+
+    def _is_settled(self, tokens: Sequence[int]) -> bool:
+        """Whether what is resident of `tokens` is still so when the step in flight is over."""
+        if self._plan is None:
+            return True
+        in_use = {run.seq for run in self._running}
+        if any(isinstance(op, Copy) and op.dst not in in_use for op in self._plan.memory):
+            return False  # copies to keep can fail, and take along what replaced them since
+        if self._pool.reuse is not Reuse.WHOLE:
+            return True
+        wanted = list(tokens)
+        return not any(
+            work.pos == len(wanted) and self._runs[work.request_id].tokens[: work.pos] == wanted
+            for work in self._plan.work
+        )
+
+    def let_go(self, holder: str) -> None:
+        """The holder is gone: what it held is kept like anything else."""
+        self._pool.let_go(holder)
+
+    # -- the tiers below the pool -----------------------------------------------------
+
+    def take_wanted(self) -> set[int]:
+        """Entries of the shelf that requests wait for, and that are on disk only."""
+        wanted, self._wanted = self._wanted, set()
+        return wanted
+
+    def read(self, key: int, snapshot: Snapshot | None) -> None:
+        """An entry has been read from disk; `None` if it could not be."""
+        self._pool.read(key, snapshot)
+
+    def take_leaving(self) -> list[Snapshot]:
+        """What has left RAM since the last call, for the disk."""
+        return self._pool.take_leaving()
+
+    def plan_saving(self) -> StepPlan:
+        """A last step, without work, that writes out every retained prefix."""
+        assert not self._runs
+        self._pool.save_all()
+        return StepPlan(work=(), memory=self._pool.take_ops())
+
+    def take_saved(self, result: StepResult) -> list[Snapshot]:
+        """All that is to survive, of what the last step has saved and what was shelved."""
+        self._pool.saved(result.saved)
+        return self._pool.take_all()
+
+    def add_stored(self, tokens: Sequence[int]) -> int:
+        """Know of a snapshot on disk; return its key."""
+        return self._pool.add_stored(tokens)
+
+    # -- the step ---------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or `None` when there is nothing to compute."""
+        assert self._plan is None, "a step is in flight"
+        self._growth.clear()
+        self._admit()
+        self._grow_prompts(self._grow_decoding())
+        if not self._growth:
+            return None
+        # Only now: a prompt's growth may have preempted one that was to decode.
+        decoding = [n for id_, n in self._growth.items() if self._decodes(self._runs[id_])]
+        self._n_decode, self._n_generated = len(decoding), sum(decoding)
+        work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
+        self._plan = StepPlan(
+            work=work,
+            n_threads=self._threads.choose(with_prompt=sum(self._growth.values()) > sum(decoding)),
+            memory=self._pool.take_ops(),
+            new_samplers=tuple(self._new_samplers(work)),
+            old_samplers=tuple(self._old_samplers),
+        )
+        self._old_samplers.clear()
+        return self._plan
+
+    def apply(self, result: StepResult) -> list[Event]:
+        """Take the result of the plan in flight; return what its requests' readers get."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step is in flight"
+        self._growth.clear()
+        self._pool.saved(result.saved)
+        self._totals["steps"] += 1
+        events: list[Event] = []
+        match result.status:
+            case StepStatus.DONE:
+                self._measure(plan, result)
+                for work in plan.work:
+                    events += self._advance(work, result)
+            case StepStatus.ABORTED:
+                self._totals["aborted_steps"] += 1
+                self._forget(result.cleared)
+            case StepStatus.NO_ROOM:
+                self._forget(result.cleared)
+                events += self._yield_room(plan)
+            case StepStatus.FAILED:
+                self._pool.prove(work.seq for work in plan.work)
+                self._forget({*result.cleared, *(work.seq for work in plan.work)})
+                for work in plan.work:
+                    events += self._fail(self._runs[work.request_id], InferenceError(result.reason))
+        for work in plan.work:
+            run = self._runs.get(work.request_id)
+            if run is not None and run.cancelled:
+                self._end(run)
+        return events
+
+    # -- admission and the pool -------------------------------------------------------
+
+    def _admit(self) -> None:
+        if self._short_of_cells and any(not run.paused for run in self._running):
+            return  # or who has just been preempted would come back, and nobody progress
+        for run in list(self._runs.values()):
+            if run.state is not _State.WAITING or run.paused:
+                continue  # a paused one waits for its own reader; the others need not
+            if not self._find_room(run):
+                return
+            run.seq = self._pool.open()
+            run.move(_State.RUNNING)
+            insort(self._running, run, key=lambda r: r.arrival)
+
+    def _find_room(self, run: _Run) -> bool:
+        """Whether `run` can start, preempting paused requests if that is what it takes."""
+        paused = [r for r in self._running if r.paused]
+        active = [r for r in self._running if not r.paused]
+        if len(active) == self._n_slots or not self._fits(run, active):
+            return False  # not even without all of the paused
+        while len(self._running) == self._n_slots or not self._fits(run, self._running):
+            if not paused:
+                return False  # what one of them held was counted on by more than one
+            self._preempt(paused.pop())
+        return True
+
+    def _fits(self, run: _Run, running: Iterable[_Run]) -> bool:
+        """Whether `run` and a small headroom fit beside what `running` have and will have.
+
+        A prefix they share counts once, computed or not.
+        """
+        left = run.prepared.max_tokens - run.generated
+        held: list[tuple[int, int]] = []
+        to_come = min(left, HEADROOM_TOKENS)
+        older: list[_Run] = []
+        for r in sorted((*running, run), key=lambda r: r.arrival):
+            if r.begun:
+                resident = self._pool.length(r.seq)
+                held.append((r.seq, resident))
+            else:
+                match = self._find(r)
+                if match:
+                    held.append((match.seq, match.n))
+                n = match.n if match else 0
+                resident = max(n, self._worth_waiting(r, n, older))
+            to_come += len(r.tokens) - resident
+            older.append(r)
+        wanted = self._pool.cells(held) + to_come
+        return wanted <= self.n_ctx or len(older) == 1
+
+    def _worth_waiting(self, run: _Run, n: int, older: Iterable[_Run]) -> int:
+        """Tokens that `run`, which can have `n` now, can have once others have computed them;
+        0 if it had better begin."""
+        soon = 0
+        for other in older:
+            common = 0 if other.paused else self._common(run, other)
+            if not other.begun or common > self._pool.length(other.seq):
+                soon = max(soon, common)
+        return soon if soon >= n + MIN_SHARED_TOKENS else 0
+
+    def _common(self, run: _Run, other: _Run) -> int:
+        """Leading tokens `run` could take over from `other`, once that has computed them."""
+        if self._pool.reuse is not Reuse.PREFIX:
+            return 0
+        return common_length(run.tokens, other.tokens, run.n_reusable)
+
+    def _find(self, run: _Run) -> Match | None:
+        return self._pool.find(run.tokens, run.n_reusable)
+
+    def _begin(self, run: _Run) -> bool:
+        """Take over what is computed already; false while somebody is computing more of it."""
+        match = self._find(run)
+        n = match.n if match else 0
+        older = (other for other in self._running if other.arrival < run.arrival)
+        if self._worth_waiting(run, n, older):
+            return False  # they hold less of that, or it would have been found
+        shelved = self._pool.find_shelved(run.tokens, run.n_reusable)
+        if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
+            if not self._pool.is_in_ram(shelved.seq):
+                self._wanted.add(shelved.seq)
+                return False  # until it has been read
+            self._make_room(run, self._pool.shelved_length(shelved.seq))
+            self._pool.load(shelved, run.seq)
+            n = shelved.n
+        elif match:
+            self._pool.share(match, run.seq)
+        run.begun = True
+        if run.generated == 0:
+            run.cached_tokens = n
+            self._totals["cached_tokens"] += n
+        return True
+
+    def _has_room_for(self, shelved: Match) -> bool:
+        """Whether all of a shelf's entry fits for a moment, if retained prefixes go."""
+        length = self._pool.shelved_length(shelved.seq)
+        growth = sum(self._growth.values())
+        return self._pool.can_free(length + growth, (r.seq for r in self._running))
+
+    def _make_room(self, run: _Run, n_tokens: int) -> int:
+        """Free cells until `run` can grow by `n_tokens`; return how many it can grow by."""
+        while (free := self._pool.free_cells - sum(self._growth.values())) < n_tokens:
+            if self._pool.evict():
+                continue
+            if victim := self._victim(run):
+                self._preempt(victim)
+            else:
+                return free
+        return n_tokens
+
+    def _victim(self, run: _Run) -> _Run | None:
+        """Whom to preempt so that `run` can grow: paused readers first, then the newest."""
+        others = [r for r in self._running if r is not run]
+        paused = [r for r in others if r.paused]
+        newer = [r for r in others if r.arrival > run.arrival]
+        candidates = paused or newer
+        return candidates[-1] if candidates else None
+
+    def _preempt(self, run: _Run) -> None:
+        self._pool.close(run.seq, keep=False)
+        self._leave_slot(run)
+        self._growth.pop(run.id, None)
+        run.move(_State.WAITING)
+        self._totals["preemptions"] += 1
+        self._preempted.append(run.id)
+
+    def _leave_slot(self, run: _Run) -> None:
+        self._running.remove(run)
+        run.seq, run.begun = -1, False
+
+    # -- planning ---------------------------------------------------------------------
+
+    def _grow_decoding(self) -> int:
+        """Plan what follows the tokens that were sampled; return the budget that is left."""
+        awake = [r for r in self._running if not r.paused]
+        decoding = [r for r in awake if self._decodes(r)]
+        budget = self._pacer.prefill_budget(n_decode=len(decoding))
+        # The oldest must go on, even with a prompt beside streams that are forced all the time.
+        kept = 1 if budget and awake[:1] != decoding[:1] else 0
+        for run in decoding:
+            if run.state is not _State.RUNNING:
+                continue  # preempted for one before it
+            n = self._make_room(run, 1 + min(self._pending(run) - 1, budget - kept))
+            if n:
+                self._growth[run.id] = n
+                budget -= n - 1
+            else:
+                self._preempt(run)  # it is the newest itself
+        return budget
+
+    def _grow_prompts(self, budget: int) -> None:
+        # A step has a row of logits for each sequence there is, and each request needs one.
+        spare_rows = self._n_seqs - len(self._running)
+        for run in list(self._running):
+            if run.state is not _State.RUNNING or run.paused or self._decodes(run):
+                continue
+            if budget and (run.begun or self._begin(run)):
+                without_rows = max(0, run.n_reusable - self._pool.length(run.seq))
+                n = min(self._pending(run), budget)
+                if run.prepared.targets:
+                    n = min(n, without_rows + 1 + spare_rows)
+                n = self._make_room(run, n)
+                if n:
+                    self._growth[run.id] = n
+                    budget -= n
+                    if run.prepared.targets:
+                        spare_rows -= max(0, n - without_rows - 1)
+
+    def _work(self, run: _Run, n_tokens: int) -> Work:
+        pos = self._pool.length(run.seq)
+        end = pos + n_tokens
+        sample = end == len(run.tokens) and run.prepared.max_tokens > 0
+        targets: Sequence[int] = ()
+        if run.prepared.targets:
+            first = run.n_reusable
+            targets = run.prepared.targets[max(0, pos - first) : max(0, end - first)]
+        return Work(run.id, run.seq, pos, run.tokens[pos:end], sample, targets)
+
+    def _new_samplers(self, work: Iterable[Work]) -> Iterator[SamplerSpec]:
+        for item in work:
+            run = self._runs[item.request_id]
+            if item.sample and not run.has_sampler:
+                run.has_sampler = True
+                prepared = run.prepared
+                yield SamplerSpec(
+                    request_id=run.id,
+                    params=prepared.sampling,
+                    seen=prepared.tokens,
+                    constraint=prepared.constraint,
+                    visible=prepared.visible,
+                    n_logprobs=prepared.n_logprobs,
+                )
+
+    # -- applying a result ------------------------------------------------------------
+
+    def _measure(self, plan: StepPlan, result: StepResult) -> None:
+        n_decode, elapsed_s = self._n_decode, result.elapsed_s
+        n_prefill = plan.n_tokens - n_decode
+        self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
+        n_generated, n_prompt = self._n_generated, plan.n_tokens - self._n_generated
+        self._threads.observe(
+            with_prompt=n_prompt > 0,
+            n_rows=plan.n_tokens,
+            elapsed_s=result.compute_s,
+            waited_s=result.waited_s,
+        )
+        self._totals["decode_tokens"] += n_generated
+        self._totals["prefill_tokens"] += n_prompt
+        # A shared step's time is split by tokens: exact when it holds one kind only.
+        self._decode_s += elapsed_s * n_generated / plan.n_tokens
+        self._prefill_s += elapsed_s * n_prompt / plan.n_tokens
+
+    def _advance(self, work: Work, result: StepResult) -> list[Event]:
+        run = self._runs[work.request_id]
+        self._pool.extend(run.seq, work.tokens)
+        if run.cancelled:
+            return []
+        if reason := result.failures.get(run.id):
+            self._pool.empty(run.seq)  # what led to no token is nothing to build on
+            return self._fail(run, InferenceError(reason))
+        if work.targets:
+            first = work.pos + len(work.tokens) - len(work.targets)
+            run.scores.update(enumerate(result.scores[run.id], first))
+        if work.sample:
+            return self._take(run, result.sampled[run.id])
+        is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+        return self._finish(run, "length") if is_complete else []
+
+    def _take(self, run: _Run, sampled: Sampled) -> list[Event]:
+        """A token was sampled: it, and those it forces, are the request's next ones."""
+        if run.generated == 0:
+            self._pool.checkpoint(run.seq, run.prepared.session)
+        if sampled.logprobs is not None:
+            run.logprobs.append(sampled.logprobs)
+        if sampled.ends:
+            run.tokens.append(sampled.token)
+            return self._finish(run, "stop")
+        run.n_new = 0
+        shown: list[str] = []
+        ends: FinishReason | None = None
+        pieces = ((sampled.token, sampled.piece), *sampled.forced)
+        for token, piece in pieces:
+            run.tokens.append(token)
+            run.n_new += 1
+            shown.append(run.stop.push(run.utf8.push(piece)))
+            if run.stop.matched is not None:
+                ends = "stop"
+                break
+            if run.generated >= run.prepared.max_tokens:
+                ends = "length"
+                break
+        if sampled.is_complete and run.n_new == len(pieces):
+            ends = "stop"
+        text = "".join(shown)
+        run.text.append(text)
+        return [*self._piece(run, text), *(self._finish(run, ends) if ends else ())]
+
+    def _piece(self, run: _Run, text: str) -> list[Event]:
+        return [Piece(run.id, text)] if text and run.prepared.streams else []
+
+    def _finish(self, run: _Run, reason: FinishReason) -> list[Event]:
+        rest = run.stop.push(run.utf8.flush()) + run.stop.flush()
+        run.text.append(rest)
+        finished = Finished(
+            id=run.id,
+            text="".join(run.text),
+            prompt_tokens=len(run.prepared.tokens),
+            generated_tokens=run.generated,
+            finish_reason="stop" if run.stop.matched is not None else reason,
+            stop_sequence=run.stop.matched,
+            cached_tokens=run.cached_tokens,
+            logprobs=tuple(run.logprobs),
+            scores=tuple(run.scores[position] for position in sorted(run.scores)),
+        )
+        self._end(run)
+        return [*self._piece(run, rest), finished]
+
+    def _fail(self, run: _Run, error: LlamadError) -> list[Event]:
+        if run.cancelled:
+            return []
+        self._end(run)
+        return [Failed(run.id, error)]
+
+    def _yield_room(self, plan: StepPlan) -> list[Event]:
+        """llama.cpp had fewer cells than the books say: give back what can be given."""
+        if self._pool.evict_all() or any(run.cancelled for run in self._running):
+            return []
+        self._short_of_cells = True
+        if len(self._running) > 1:
+            paused = [run for run in self._running if run.paused]
+            self._preempt((paused or self._running)[-1])
+            return []
+        (run,) = self._running
+        resident = self._pool.length(run.seq)
+        overflow = ContextOverflow("decode", resident, plan.n_tokens, self.n_ctx)
+        return self._fail(run, overflow)
+
+    def _forget(self, seqs: Iterable[int]) -> None:
+        """llama.cpp has lost these sequences: what they had reused is computed again."""
+        lost = set(seqs)
+        for seq in lost:
+            self._pool.lose(seq)
+        for run in self._running:
+            if run.seq in lost:
+                self._totals["cached_tokens"] -= run.cached_tokens
+                run.cached_tokens = 0
+
+    def _end(self, run: _Run) -> None:
+        if run.state is _State.RUNNING:
+            self._short_of_cells = False
+            session, holder = run.prepared.session, run.prepared.holder
+            is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+            if holder is not None and is_complete and not run.cancelled:
+                self._pool.hold(run.seq, holder)
+            else:
+                # What was scored is one of many continuations, and nobody's beginning.
+                self._pool.close(run.seq, keep=not run.prepared.targets, session=session)
+            self._leave_slot(run)
+        run.move(_State.ENDED)
+        del self._runs[run.id]
+        if run.has_sampler:
+            self._old_samplers.append(run.id)
+
+    # -- looking around ---------------------------------------------------------------
+
+    def _pending(self, run: _Run) -> int:
+        """Tokens that are not in the KV cache yet."""
+        return len(run.tokens) - self._pool.length(run.seq)
+
+    def _decodes(self, run: _Run) -> bool:
+        """Whether its next step is that of tokens just generated."""
+        return 0 < self._pending(run) <= run.n_new
+
+    def _is_in_flight(self, run: _Run) -> bool:
+        return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

@@ -1,0 +1,1 @@
+"""Engines offered on a Unix socket."""

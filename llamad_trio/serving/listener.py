@@ -1,0 +1,472 @@
+"""The listener actor: engines offered on a Unix socket, to every program of this user.
+
+A shell around `wire/`, which decides what lines mean: here they are read, answered and
+sent.  Each connection is a task; that its client goes away ends it, and with it the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from llamad_trio.core.errors import (
+    Busy,
+    InferenceError,
+    LlamadError,
+    ProtocolError,
+    UnsupportedFeature,
+)
+from llamad_trio.core.events import Done, TextDelta
+from llamad_trio.core.info import DaemonStats, ModelStats
+from llamad_trio.core.limits import Limits
+from llamad_trio.core.model_choice import pick_model
+from llamad_trio.serving.connection import Connection, ReadTimeout, RequestTooLarge
+from llamad_trio.serving.unix_socket import (
+    HangupWatcher,
+    listening,
+    open_hangup_watcher,
+    peer_is_trusted,
+)
+from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
+from llamad_trio.watch.freshness import refresh_all
+from llamad_trio.wire.calls import (
+    Call,
+    CallId,
+    Cancel,
+    Choose,
+    CountTokens,
+    Detokenize,
+    Events,
+    Generate,
+    Metrics,
+    Models,
+    Ping,
+    Render,
+    Score,
+    Stats,
+    Tokenize,
+    decode_call,
+)
+from llamad_trio.wire.converter import unstructure
+from llamad_trio.wire.engine_events import call_id, engine_event_reply
+from llamad_trio.wire.errors import CLOSING, error_reply
+from llamad_trio.wire.replies import completion_reply, event_reply
+from llamad_trio.wire.strict_json import encode_line
+
+if TYPE_CHECKING:
+    from llamad_trio.core.completion import Completion
+    from llamad_trio.engine.engine_like import EngineLike
+    from llamad_trio.watch.prometheus import EngineMetrics
+
+__all__ = ["serve_listener", "serve_unix"]
+
+logger = logging.getLogger("llamad_trio")
+
+LONG_LINE_BYTES = 16 * 1024
+"""Longer ones are taken apart in a thread: a megabyte of JSON takes up to 0.2 s."""
+
+LAST_WORDS_S = 1.0
+"""How long clients may take to read the rest when nobody can connect any more."""
+
+MAX_CALLS = 64
+"""Calls under way on one connection; a client that wants more opens another."""
+
+Reply = dict[str, Any]
+
+
+async def serve_unix(
+    engines: EngineLike | Mapping[str, EngineLike],
+    path: str | PathLike[str] | socket.socket,
+    *,
+    default: str | None = None,
+    limits: Limits | None = None,
+    metrics: EngineMetrics | None = None,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer on a Unix socket until cancelled.
+
+    Args:
+        engines: one engine, or several by name.  The mapping is looked into for each
+            request: models may come and go.
+        path: where to listen, with mode 0600; or a socket that listens already.
+        default: the model of requests that name none; else the first.
+        limits: what clients may do.
+        metrics: what `{"op": "metrics"}` tells; its `run` is the caller's affair.
+        task_status: for `nursery.start`, which returns when clients can connect.
+
+    Cancelled, it stops accepting, stops the work of its clients, tells those whose request
+    was under way, and removes the socket if it is still its own.
+
+    Raises:
+        SocketUnavailable: a daemon answers there, or the path cannot be listened on.
+    """
+    if not isinstance(engines, Mapping):
+        engines = {"default": engines}
+    async with AsyncExitStack() as stack:
+        if isinstance(path, socket.socket):
+            path.setblocking(False)
+            listener = trio.SocketListener(trio.socket.from_stdlib_socket(path))
+        else:
+            listener = await stack.enter_async_context(listening(path))
+        await serve_listener(
+            engines,
+            listener,
+            default=default,
+            limits=limits,
+            metrics=metrics,
+            task_status=task_status,
+        )
+
+
+async def serve_listener(
+    engines: Mapping[str, EngineLike],
+    listener: trio.abc.Listener[trio.SocketStream],
+    *,
+    default: str | None = None,
+    limits: Limits | None = None,
+    metrics: EngineMetrics | None = None,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """`serve_unix`, for connections that come by any way.
+
+    When the listener ends, the calls under way are answered, as far as their clients listen.
+    """
+    async with open_hangup_watcher() as watcher, trio.open_nursery() as clients:
+        server = _Server(engines, default, limits or Limits(), metrics, watcher)
+        task_status.started(None)
+        try:
+            await trio.serve_listeners(server.handle, [listener], handler_nursery=clients)
+        except* trio.EndOfChannel:
+            with trio.move_on_after(LAST_WORDS_S):
+                await server.all_answered()
+            clients.cancel_scope.cancel()
+
+
+@attrs.define(eq=False)
+class _Server:
+    """What all connections share."""
+
+    engines: Mapping[str, EngineLike]
+    default: str | None
+    limits: Limits
+    metrics: EngineMetrics | None
+    watcher: HangupWatcher
+    n_connections: int = 0
+    n_calls: int = 0
+    answered: trio.Event = attrs.field(factory=trio.Event)
+    started_at: float = attrs.field(factory=trio.current_time)
+    decoding: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
+
+    async def all_answered(self) -> None:
+        """Wait until no call is under way."""
+        while self.n_calls:
+            self.answered = trio.Event()
+            await self.answered.wait()
+
+    async def handle(self, stream: trio.SocketStream) -> None:
+        """Serve a client.  Never raises: one client's trouble is its own."""
+        async with stream:
+            if not peer_is_trusted(stream.socket):
+                logger.warning("refused a connection of another user")
+                return
+            scope = unlimited()
+            connection = Connection(stream, self.limits, scope)
+            if self.n_connections >= self.limits.max_connections:
+                busy = Busy(self.n_connections, self.limits.max_connections)
+                connection.send_now(encode_line(error_reply(busy, is_original=True)))
+                connection.discard()
+                return
+            self.n_connections += 1
+            try:
+                with scope:
+                    async with open_plain_nursery() as nursery:
+                        nursery.start_soon(self._leave_with_client, stream, scope)
+                        await _Client(self, connection, scope).answer_calls()
+            finally:
+                self.n_connections -= 1
+                connection.discard()
+
+    async def _leave_with_client(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        await self.watcher.gone(stream.socket)
+        scope.cancel()
+
+    async def decode(self, line: bytes) -> Call:
+        """A line as a call.  Raises `ProtocolError`."""
+        if len(line) < LONG_LINE_BYTES:
+            return decode_call(line)
+        return await trio.to_thread.run_sync(decode_call, line, limiter=self.decoding)
+
+    def name(self, name: str | None) -> str:
+        """The model that is meant."""
+        return pick_model(name, self.engines, self.default)
+
+    def engine(self, name: str | None) -> EngineLike:
+        """The engine that is asked."""
+        return self.engines[self.name(name)]
+
+    def models(self) -> list[Reply]:
+        """What there is to choose from."""
+        default = self.name(None)
+        return [
+            {"name": name, "default": name == default, "state": state_of(engine)}
+            | (
+                {}
+                if (seen := _seen(engine)) is None
+                else {
+                    "description": seen.info.description,
+                    "n_ctx": seen.config.n_ctx,
+                    "n_slots": seen.config.n_slots,
+                }
+            )
+            for name, engine in self.engines.items()
+        ]
+
+    def stats(self) -> Reply:
+        """What `DaemonStats` is made of."""
+        seen = {name: _seen(engine) for name, engine in self.engines.items()}
+        return unstructure(
+            DaemonStats(
+                uptime_s=trio.current_time() - self.started_at,
+                connections=self.n_connections,
+                default=self.name(None),
+                models={name: model for name, model in seen.items() if model is not None},
+                states={name: state_of(engine) for name, engine in self.engines.items()},
+            )
+        )
+
+
+def state_of(engine: EngineLike) -> str:
+    """A model's state, as `Models.state`; an engine alone is ready or it is not."""
+    return str(getattr(engine, "state", "ready" if engine.is_open else "failed"))
+
+
+def _seen(engine: EngineLike) -> ModelStats | None:
+    """What is known of a model; `None` while it is not loaded."""
+    try:
+        return ModelStats(info=engine.info, config=engine.config, stats=engine.stats())
+    except LlamadError:
+        return None
+
+
+class _StreamTimeout(Exception):
+    """No token has come for too long."""
+
+
+_UNEXPECTED = InferenceError("internal error; the daemon's log tells more")
+
+_REFUSALS = {ReadTimeout: "read timeout", RequestTooLarge: "request too large"}
+
+
+class _Client:
+    """The calls of one connection."""
+
+    def __init__(self, server: _Server, connection: Connection, scope: trio.CancelScope) -> None:
+        self._server = server
+        self._connection = connection
+        self._scope = scope
+        self._calls: dict[CallId, trio.CancelScope] = {}
+        self._n_calls = 0
+        self._has_said_closing = False
+        # Those of calls under way, and of replies that wait to be sent.
+        self._tasks = trio.Semaphore(2 * MAX_CALLS)
+
+    async def answer_calls(self) -> None:
+        """Answer until the client has all it asked for."""
+        async with trio.open_nursery() as nursery:
+            await self._read_calls(nursery)
+        # A client that is still sending would lose its reply to a reset.  Not before those
+        # under way have theirs: it ends the sending side.
+        await self._connection.linger()
+
+    async def _read_calls(self, nursery: trio.Nursery) -> None:
+        goes_on = True
+        is_first = True
+        while goes_on and not self._connection.at_end:
+            # A client that takes no replies is not listened to.
+            await self._tasks.acquire()
+            self._tasks.release()
+            try:
+                line = await self._connection.next_line(is_first=is_first)
+            except trio.Cancelled:
+                # Trio cancels in any order: the calls may have ended, and said so, before.
+                if not self._n_calls and not self._has_said_closing:
+                    self._say_closing({})
+                raise
+            except (ReadTimeout, RequestTooLarge) as error:
+                await self._refuse(_REFUSALS[type(error)])
+                return
+            if line is None:
+                return
+            call = await self._call(line)
+            if call is not None:
+                goes_on = call.keep
+                self._tasks.acquire_nowait()
+                nursery.start_soon(self._answer, call)
+            elif is_first:
+                return
+            is_first = False
+
+    async def _call(self, line: bytes) -> Call | None:
+        """What a line asks for; `None` for one that was refused."""
+        if not line.strip():
+            await self._refuse("empty request")
+            return None
+        try:
+            return await self._server.decode(line)
+        except ProtocolError as error:
+            await self._refuse(str(error))
+        except Exception:  # such as a MemoryError: the other clients are served
+            logger.exception("a request could not be read")
+            await self._send(error_reply(_UNEXPECTED, is_original=True))
+        return None
+
+    async def _refuse(self, text: str) -> None:
+        await self._send({"error": text})
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            await self._answer_it(call)
+        finally:
+            self._tasks.release()
+
+    async def _answer_it(self, call: Call) -> None:
+        head: Reply = {} if call.id is None else {"id": call.id}
+        is_original = isinstance(call, Generate) and call.is_original
+        call_id.set(call.id)
+        with unlimited() as scope:
+            try:
+                with self._under_way(call, scope):
+                    await self._reply(call, head)
+            except LlamadError as error:
+                await self._send(head | error_reply(error, is_original=is_original))
+            except _StreamTimeout:
+                await self._send(head | {"error": "stream timeout"})
+            except trio.Cancelled:
+                if not scope.cancel_called:
+                    self._say_closing(head)
+                raise
+            except Exception:  # whatever it is, the other clients are served
+                logger.exception("a request failed in an unexpected way")
+                await self._send(head | error_reply(_UNEXPECTED, is_original=is_original))
+        if scope.cancelled_caught:
+            await self._send(head | {"error": "cancelled"})
+
+    @contextmanager
+    def _under_way(self, call: Call, scope: trio.CancelScope) -> Iterator[None]:
+        if isinstance(call, Cancel):
+            yield
+            return
+        if self._n_calls >= MAX_CALLS:
+            raise Busy(self._n_calls, MAX_CALLS)
+        if call.id in self._calls:
+            raise ProtocolError(f"a call with the id {call.id!r} is under way")
+        self._n_calls += 1
+        self._server.n_calls += 1
+        if call.id is not None:
+            self._calls[call.id] = scope
+        try:
+            yield
+        finally:
+            self._n_calls -= 1
+            self._server.n_calls -= 1
+            self._server.answered.set()
+            if call.id is not None:
+                del self._calls[call.id]
+
+    async def _reply(self, call: Call, head: Reply) -> None:
+        server = self._server
+        match call:
+            case Generate():
+                await self._generate(call, head)
+                return
+            case Events():
+                await self._watch(call, head)
+                return
+            case Ping():
+                reply: Reply = {"pong": True}
+            case Models():
+                reply = {"models": server.models()}
+            case Stats():
+                await refresh_all(server.engines.values())
+                reply = server.stats()
+            case Metrics():
+                if server.metrics is None:
+                    raise UnsupportedFeature("metrics", "this server counts none")
+                reply = {"metrics": (await server.metrics.scrape()).decode()}
+            case Cancel():
+                wanted = None if call.id is None else self._calls.get(call.id)
+                if wanted is not None:
+                    wanted.cancel()
+                reply = {"cancelled": wanted is not None}
+            case Tokenize():
+                tokens = await server.engine(call.model).tokenize(call.text, special=call.special)
+                reply = {"tokens": tokens}
+            case Detokenize():
+                reply = {"text": await server.engine(call.model).detokenize(call.tokens)}
+            case Render():
+                reply = {"text": await server.engine(call.model).render(call.request)}
+            case CountTokens():
+                reply = {"count": await server.engine(call.model).count_tokens(call.request)}
+            case Score():
+                engine = server.engine(call.model)
+                reply = {"scores": await engine.score(call.request, call.continuations)}
+            case Choose():
+                engine = server.engine(call.model)
+                reply = {"choice": unstructure(await engine.choose(call.request, call.options))}
+            case _:
+                raise ProtocolError(f"unknown op {call.op!r}")
+        await self._send(head | reply)
+
+    async def _generate(self, call: Generate, head: Reply) -> None:
+        engine = self._server.engine(call.model)
+        if call.stream or call.events:
+            completion = await self._stream(engine, call, head)
+        else:
+            completion = await engine.complete(call.request)
+        done: Reply = {"done": True} if call.stream or call.events else {}
+        stats = {"stats": unstructure(engine.stats())} if call.with_stats else {}
+        reply = completion_reply(completion, is_original=call.is_original)
+        await self._send(head | done | reply | stats)
+
+    async def _stream(self, engine: EngineLike, call: Generate, head: Reply) -> Completion:
+        timeout_s = self._server.limits.stream_timeout_s
+        with trio.move_on_after(timeout_s) as patience:
+            # Whatever is generated counts as progress, also what only events tell.
+            async with engine.stream_events(call.request) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        return event.completion
+                    if call.events or isinstance(event, TextDelta):
+                        # The client has time of its own to read.
+                        patience.deadline = math.inf
+                        await self._send(head | event_reply(event))
+                    patience.deadline = trio.current_time() + timeout_s
+                return await events.result()
+        raise _StreamTimeout
+
+    async def _watch(self, call: Events, head: Reply) -> None:
+        async with self._server.engine(call.model).events(call.max_events) as events:
+            await self._send(head | {"watching": True})
+            # Times are sent by the clock that all processes of a machine share.
+            shift_s = time.monotonic() - trio.current_time()
+            async for event in events:
+                await self._send(head | engine_event_reply(event, shift_s))
+        await self._send(head | {"done": True})
+
+    async def _send(self, reply: Reply) -> None:
+        await self._connection.send(encode_line(reply))
+
+    def _say_closing(self, head: Reply) -> None:
+        """The daemon stops: last words, unless it is the client who has gone."""
+        self._has_said_closing = True
+        if not self._scope.cancel_called:
+            self._connection.send_now(encode_line(head | {"error": CLOSING}))

@@ -1,0 +1,1 @@
+"""Several models, each opened again when it fails, within one memory budget."""

@@ -1,0 +1,506 @@
+"""Several models in one program, each under a supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from functools import partial
+from math import inf
+from typing import Any, Literal, TypeVar, overload
+
+import trio
+
+from llamad_trio.core.completion import Choice, Completion
+from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.engine_spec import EngineSpec
+from llamad_trio.core.errors import EngineClosed, ProtocolError, RestartsExhausted
+from llamad_trio.core.fields import optional, text
+from llamad_trio.core.info import EngineStats, ModelInfo
+from llamad_trio.core.model_choice import pick_model
+from llamad_trio.core.request import Request
+from llamad_trio.core.restarts import RestartPolicy
+from llamad_trio.engine.engine import open_named_engine
+from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.engine.stream import EventStream, TokenStream
+from llamad_trio.isolation.isolation import open_isolated_engine
+from llamad_trio.supervision.budget import Budget
+from llamad_trio.supervision.supervisor import ModelState, Supervisor
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, unlimited
+from llamad_trio.watch.broadcast import Broadcast, EventReader
+from llamad_trio.watch.freshness import refresh_if_possible
+
+__all__ = ["Model", "Models", "open_models"]
+
+T = TypeVar("T")
+
+Opener = Callable[[str, EngineSpec, Broadcast], AbstractAsyncContextManager[EngineLike]]
+"""Opens the engine of a model, which tells what happens to it under the model's name."""
+
+
+def _open(
+    name: str, spec: EngineSpec, broadcast: Broadcast
+) -> AbstractAsyncContextManager[EngineLike]:
+    if spec.isolation is not None:
+        return open_isolated_engine(spec.model, spec.config, name=name, broadcast=broadcast)
+    return open_named_engine(spec.model, spec.config, name=name, broadcast=broadcast)
+
+
+@asynccontextmanager
+@ends_in_order
+async def open_models(
+    specs: Mapping[str, EngineSpec],
+    *,
+    default: str | None = None,
+    restart: RestartPolicy | None = None,
+    memory_budget_bytes: int | Literal["auto"] | None = None,
+    opener: Opener = _open,
+) -> AsyncIterator[Models]:
+    """Run several models inside the block.
+
+    Each is an engine under a supervisor.  When one fails, its requests get a typed error,
+    the others go on, and it is opened again after a while.  Requests that arrive while a
+    model loads or waits for that are held until it is ready, or until their caller leaves.
+
+    Args:
+        specs: the models by name.
+        default: the model of requests that name none; `None` is the first.
+        restart: how often a model that fails is opened again; `None` is `RestartPolicy()`.
+        memory_budget_bytes: what all models together may take; `"auto"` is 80 % of what the
+            machine, or this process's cgroup, has; `None` is no limit.
+        opener: opens a model's engine; for tests (see `testing.open_scripted_models`).
+
+    Entering waits for no load: `Models.wait_ready` does.  Leaving the block closes all
+    engines.  Exceptions of the body come out as themselves.
+
+    Raises:
+        ProtocolError: an argument of the wrong type, a negative budget, or `default` is none
+            of the models.
+        RestartsExhausted: a model failed more often than its policy allows; ends the block,
+            and cancels who waits for a model in there.
+    """
+    specs = _checked(specs)
+    default = optional(text("default"))(default)
+    if default is not None and default not in specs:
+        raise ProtocolError(f"the default model {default!r} is none of {', '.join(specs)}")
+    if not isinstance(restart, RestartPolicy | None):
+        raise ProtocolError(f"restart must be a RestartPolicy, not {type(restart).__name__}")
+    budget = Budget(memory_budget_bytes)
+    with closing(Broadcast()) as broadcast:
+        async with open_plain_nursery() as nursery:
+            policy = restart or RestartPolicy()
+            models = Models(nursery, default, policy, budget, opener, broadcast)
+            models.start(specs)
+            await trio.lowlevel.checkpoint()
+            try:
+                yield models
+            finally:
+                models.close()
+
+
+def _checked(specs: object) -> dict[str, EngineSpec]:
+    if not isinstance(specs, Mapping):
+        raise ProtocolError(f"models must be EngineSpecs by name, not {type(specs).__name__}")
+    for name, spec in specs.items():
+        _check(name, spec)
+    return dict(specs)
+
+
+def _check(name: object, spec: object) -> None:
+    text("the name of a model")(name)
+    if not isinstance(spec, EngineSpec):
+        raise ProtocolError(f"model {name!r} must be an EngineSpec, not {type(spec).__name__}")
+
+
+class Models(Mapping[str, "Model"]):
+    """Models by name.  Made by `open_models`; safe to use from any number of tasks."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        default: str | None,
+        policy: RestartPolicy,
+        budget: Budget,
+        opener: Opener,
+        broadcast: Broadcast,
+    ) -> None:
+        self._nursery = nursery
+        self._default = default
+        self._policy = policy
+        self._budget = budget
+        self._opener = opener
+        self._models: dict[str, Model] = {}
+        self._broadcast = broadcast
+        self._changing = trio.Lock()
+        self._is_closed = False
+        self._exhausted: RestartsExhausted | None = None
+
+    def __getitem__(self, name: str) -> Model:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    # -- requests: as `Engine`'s, of the model that is named -----------------------------------
+
+    @overload
+    async def complete(
+        self,
+        request: Request | str,
+        *,
+        into: type[T],
+        model: str | None = None,
+        describe: bool = False,
+        **fields: Any,
+    ) -> Completion[T]: ...
+
+    @overload
+    async def complete(
+        self,
+        request: Request | str,
+        *,
+        into: object = None,
+        model: str | None = None,
+        describe: bool = False,
+        **fields: Any,
+    ) -> Completion: ...
+
+    async def complete(
+        self, request: Request | str, *, model: str | None = None, **fields: Any
+    ) -> Completion:
+        """As `Engine.complete`, of `model`, or the default one."""
+        return await self._asked(model).complete(request, **fields)
+
+    async def complete_text(
+        self, request: Request | str, *, model: str | None = None, **fields: Any
+    ) -> str:
+        """As `Engine.complete_text`, of `model`, or the default one."""
+        return await self._asked(model).complete_text(request, **fields)
+
+    def stream(
+        self, request: Request | str, *, model: str | None = None, **fields: Any
+    ) -> AbstractAsyncContextManager[TokenStream]:
+        """As `Engine.stream`, of `model`, or the default one."""
+        return self._asked(model).stream(request, **fields)
+
+    def stream_events(
+        self, request: Request | str, *, model: str | None = None, **fields: Any
+    ) -> AbstractAsyncContextManager[EventStream]:
+        """As `Engine.stream_events`, of `model`, or the default one."""
+        return self._asked(model).stream_events(request, **fields)
+
+    # -- the models -------------------------------------------------------------------------
+
+    @property
+    def default(self) -> str | None:
+        """The model of requests that name none; `None` if there is none at all."""
+        return pick_model(None, self._models, self._default) if self._models else None
+
+    def state(self, name: str) -> ModelState:
+        """What is going on with a model.  Raises `ProtocolError` for an unknown one."""
+        return self._named(name).state
+
+    async def wait_ready(self, name: str) -> None:
+        """Wait until a model is ready, without having it loaded.
+
+        A checkpoint.
+
+        Raises:
+            ProtocolError: there is no such model.
+            LlamadError: it could not be loaded.
+            EngineClosed: it was removed meanwhile.
+            RestartsExhausted: it was given up; outside the block, which that cancels.
+        """
+        await trio.lowlevel.checkpoint()
+        await self._named(name).supervisor.wait_ready(want=False)
+
+    async def load(self, name: str) -> None:
+        """Have a model loaded, also if that failed before, and wait until it is ready.
+
+        A checkpoint; cancelled, the load goes on.  Raises as `wait_ready`.
+        """
+        await trio.lowlevel.checkpoint()
+        await self._named(name).supervisor.load()
+
+    async def unload(self, name: str) -> None:
+        """Close a model's engine, and wait until that is done.
+
+        Its requests that are under way get `EngineClosed`; the next one has it loaded
+        again.  A checkpoint; cancelled, it is closed all the same.
+
+        Raises:
+            ProtocolError: there is no such model.
+        """
+        await self._named(name).supervisor.unload()
+
+    async def add(self, name: str, spec: EngineSpec) -> None:
+        """Add a model, and wait until it is ready, unless it is to be loaded lazily.
+
+        Waits first for any other `add`, `remove` or `change` that is under way, its loads
+        included.  A checkpoint.  Cancelled, or if it cannot be loaded, it is not there.
+
+        Raises:
+            ProtocolError: there is one of that name, or an argument has the wrong type.
+            LlamadError: it could not be loaded.
+            EngineClosed: the block has ended.
+        """
+        _check(name, spec)
+        async with self._changing:
+            if name in self._models:
+                raise ProtocolError(f"there is a model {name!r} already")
+            await self._change({**self._specs(), name: spec})
+
+    async def remove(self, name: str) -> None:
+        """Close a model's engine and forget the model; wait until that is done.
+
+        Its requests that are under way, or wait for it, get `EngineClosed`.  Waits first for
+        any other `add`, `remove` or `change` that is under way, its loads included.  A
+        checkpoint.  Cancelled before it is its turn, the model stays; cancelled while the
+        engine closes, it is removed all the same.
+
+        Raises:
+            ProtocolError: there is no such model.
+            EngineClosed: the block has ended.
+        """
+        async with self._changing:
+            self._named(name)
+            await self._change({n: spec for n, spec in self._specs().items() if n != name})
+
+    async def change(self, specs: Mapping[str, EngineSpec]) -> None:
+        """Have these models and no others.
+
+        Those that are new, or have another spec, are loaded first, beside those there are;
+        then the ones they replace, and those that are not named, are closed as by `remove`.
+        The rest go on undisturbed.  Waits first for any other `add`, `remove` or `change` that
+        is under way, its loads included.  A checkpoint.  Cancelled before the new ones are
+        loaded, or if one cannot be loaded, everything stays as it was; cancelled while the
+        old ones close, it has changed all the same.
+
+        Raises:
+            ProtocolError: one is no `EngineSpec`, or its name no text.
+            LlamadError: one could not be loaded.
+            EngineClosed: the block has ended.
+        """
+        specs = _checked(specs)
+        async with self._changing:
+            await self._change(specs)
+
+    async def _change(self, specs: Mapping[str, EngineSpec]) -> None:
+        if self._is_closed:
+            raise EngineClosed
+        old = self._models
+        new = {
+            name: self._supervised(name, spec)
+            for name, spec in specs.items()
+            if name not in old or old[name].spec != spec
+        }
+        try:
+            for model in new.values():
+                if model.spec.load == "eager":
+                    await model.supervisor.wait_ready(want=True)
+        except BaseException:
+            for model in new.values():
+                model.scope.cancel()
+            raise
+        self._models = {name: new.get(name) or old[name] for name in specs}
+        gone = [model for name, model in old.items() if self._models.get(name) is not model]
+        for model in gone:
+            model.scope.cancel()
+        for model in gone:
+            await model.gone.wait()
+
+    def _specs(self) -> dict[str, EngineSpec]:
+        return {name: model.spec for name, model in self._models.items()}
+
+    def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
+        """What happens in all models from now on, restarts included; see `Engine.events`."""
+        return self._broadcast.subscribe(max_events)
+
+    def start(self, specs: Mapping[str, EngineSpec]) -> None:
+        """Begin with these models."""
+        self._models = {name: self._supervised(name, spec) for name, spec in specs.items()}
+
+    def close(self) -> None:
+        """Take no new models."""
+        self._is_closed = True
+
+    def _supervised(self, name: str, spec: EngineSpec) -> Model:
+        broadcast = Broadcast(onward=self._broadcast)
+        supervisor = Supervisor(
+            name,
+            partial(self._budget.held, name, spec.model, spec.config),
+            partial(self._opener, name, spec, broadcast),
+            self._policy,
+            inf if spec.unload_after_s is None else spec.unload_after_s,
+            broadcast,
+            loads_on_request=spec.load == "lazy",
+        )
+        if spec.load == "eager":
+            supervisor.want()
+        model = Model(supervisor, spec, broadcast)
+        self._nursery.start_soon(self._run, model)
+        return model
+
+    @ends_in_order
+    async def _run(self, model: Model) -> None:
+        try:
+            await model.run()
+        except RestartsExhausted as error:
+            if self._exhausted is not None:  # the block ends with that one, and with no group
+                self._exhausted.add_note(f"meanwhile: {error}")
+                return
+            self._exhausted = error
+            raise
+
+    def _asked(self, name: str | None) -> Model:
+        """The model that a request is for."""
+        return self._models[pick_model(name, self._models, self._default)]
+
+    def _named(self, name: str) -> Model:
+        """The model of that name: here `None` is not the default one."""
+        return self._asked(text("model")(name))
+
+
+class Model:
+    """One model of several, with the interface of `Engine`.
+
+    What needs the engine waits until it is ready, and has it loaded if need be.  `info`,
+    `config` and `stats` do not wait: they raise `EngineClosed` while it is not.
+    """
+
+    def __init__(self, supervisor: Supervisor, spec: EngineSpec, broadcast: Broadcast) -> None:
+        self.supervisor = supervisor
+        self.spec = spec
+        self._broadcast = broadcast
+        self.scope = unlimited()
+        self.gone = trio.Event()
+
+    async def run(self) -> None:
+        """Supervise it until it is removed."""
+        try:
+            with self.scope:
+                await self.supervisor.run()
+        finally:
+            self._broadcast.close()
+            self.gone.set()
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.supervisor.name
+
+    @property
+    def state(self) -> ModelState:
+        """What is going on with it."""
+        return self.supervisor.state
+
+    @overload
+    async def complete(
+        self, request: Request | str, *, into: type[T], describe: bool = False, **fields: Any
+    ) -> Completion[T]: ...
+
+    @overload
+    async def complete(
+        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
+    ) -> Completion: ...
+
+    async def complete(
+        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
+    ) -> Completion:
+        """As `Engine.complete`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.complete(request, into=into, describe=describe, **fields)
+
+    async def complete_text(self, request: Request | str, **fields: Any) -> str:
+        """As `Engine.complete_text`."""
+        return (await self.complete(request, **fields)).text
+
+    @asynccontextmanager
+    async def stream(self, request: Request | str, **fields: Any) -> AsyncIterator[TokenStream]:
+        """As `Engine.stream`."""
+        async with (
+            self.supervisor.in_use() as engine,
+            engine.stream(request, **fields) as pieces,
+        ):
+            yield pieces
+
+    @asynccontextmanager
+    async def stream_events(
+        self, request: Request | str, **fields: Any
+    ) -> AsyncIterator[EventStream]:
+        """As `Engine.stream_events`."""
+        async with (
+            self.supervisor.in_use() as engine,
+            engine.stream_events(request, **fields) as events,
+        ):
+            yield events
+
+    async def score(
+        self, request: Request | str, continuations: Sequence[str], **fields: Any
+    ) -> list[float]:
+        """As `Engine.score`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.score(request, continuations, **fields)
+
+    async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
+        """As `Engine.choose`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.choose(request, options, **fields)
+
+    async def render(self, request: Request | str, **fields: Any) -> str:
+        """As `Engine.render`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.render(request, **fields)
+
+    async def count_tokens(self, request: Request | str, **fields: Any) -> int:
+        """As `Engine.count_tokens`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.count_tokens(request, **fields)
+
+    async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """As `Engine.tokenize`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.tokenize(text, special=special)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """As `Engine.detokenize`."""
+        async with self.supervisor.in_use() as engine:
+            return await engine.detokenize(tokens)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is ready."""
+        return self.supervisor.is_ready
+
+    @property
+    def info(self) -> ModelInfo:
+        """As `Engine.info`."""
+        return self.supervisor.engine.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """As `Engine.config`."""
+        return self.supervisor.engine.config
+
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`.  With `isolation="process"` as `RemoteEngine.stats`: what the
+        other process told last."""
+        return self.supervisor.engine.stats()
+
+    async def refresh(self) -> EngineStats:
+        """`stats` of this moment, also of a model in another process.
+
+        Does not have it loaded.  A checkpoint.  Raises as `stats`.
+        """
+        engine = self.supervisor.engine
+        await refresh_if_possible(engine)
+        return engine.stats()
+
+    def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:
+        """What happens in this model from now on, restarts included; see `Engine.events`.
+
+        Does not have it loaded.  The iteration ends when the model is removed.
+        """
+        return self._broadcast.subscribe(max_events)

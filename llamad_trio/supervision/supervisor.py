@@ -1,0 +1,304 @@
+"""The supervisor of one model: opens its engine, opens it again when it fails, closes it.
+
+Decides when an engine is there and who waits for it; what an engine is, it does not know.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from typing import TYPE_CHECKING, Literal
+
+import trio
+
+from llamad_trio.core.engine_events import EngineFailed, EngineRestarted
+from llamad_trio.core.errors import (
+    EngineClosed,
+    InferenceError,
+    LlamadError,
+    RestartsExhausted,
+)
+from llamad_trio.core.restarts import RestartBook, RestartPolicy
+from llamad_trio.system.nursery import unlimited
+from llamad_trio.watch.broadcast import Broadcast
+
+if TYPE_CHECKING:
+    from llamad_trio.engine.engine_like import EngineLike
+
+__all__ = ["ModelState", "Supervisor"]
+
+logger = logging.getLogger("llamad_trio")
+
+ModelState = Literal["unloaded", "loading", "ready", "backing off", "failed"]
+"""`unloaded`: will be loaded when it is asked.  `failed`: could not be loaded; is not tried
+again before it is told to."""
+
+Opener = Callable[[], AbstractAsyncContextManager["EngineLike"]]
+Reserve = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Supervisor:
+    """One model of several.
+
+    Args:
+        name: what it is called.
+        reserve: entered before it is loaded, and left when it is given up: what it holds is
+            kept while it is opened again and again.
+        open_engine: opens its engine.
+        policy: what happens when that fails.
+        unload_after_s: how long it may be idle before it is closed; infinity never closes it.
+        broadcast: is told of failures and restarts.
+        loads_on_request: whether a request has it loaded again when that failed before;
+            otherwise only if it had been ready at some time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reserve: Reserve,
+        open_engine: Opener,
+        policy: RestartPolicy,
+        unload_after_s: float,
+        broadcast: Broadcast,
+        *,
+        loads_on_request: bool = False,
+    ) -> None:
+        self.name = name
+        self.state: ModelState = "unloaded"
+        self._reserve = reserve
+        self._open_engine = open_engine
+        self._book = RestartBook(policy, random.random)
+        self._unload_after_s = unload_after_s
+        self._broadcast = broadcast
+        self._loads_on_request = loads_on_request
+        self._engine: EngineLike | None = None
+        self._error: LlamadError | None = None  # why it failed to load
+        self._is_wanted = False
+        self._has_been_ready = False
+        self._ended = trio.Event()  # of this life, or the last one
+        self._ended.set()
+        self._end: LlamadError | None = None  # why it is supervised no more
+        self._changed = trio.Event()
+        self._n_uses = 0
+        # From the load to the end of the engine; and while it is ready, with the deadline
+        # that idleness sets.
+        self._life = unlimited()
+        self._ready = unlimited()
+
+    # -- for those who use it ----------------------------------------------------------------
+
+    @property
+    def engine(self) -> EngineLike:
+        """The engine, if it is ready.
+
+        Raises:
+            EngineClosed: it is not.
+            RestartsExhausted: it was given up.
+            LlamadError: it could not be loaded.
+        """
+        if self._end is not None:
+            raise copy.copy(self._end)
+        if self._error is not None:
+            raise copy.copy(self._error)
+        if self._engine is None:
+            raise EngineClosed
+        return self._engine
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be made: no longer when it is about to close, or broke down."""
+        return self._engine is not None and self._engine.is_open and not self._ready.cancel_called
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[EngineLike]:
+        """The engine inside the block, waited for if need be.  A checkpoint where it waits.
+
+        Raises:
+            LlamadError: it could not be loaded.
+            EngineClosed: the model was removed.
+            RestartsExhausted: it was given up; told to those whom that does not cancel.
+        """
+        if (self._loads_on_request or self._has_been_ready) and self._ended.is_set():
+            self._error = None
+        with self._used():
+            await self.wait_ready(want=True)
+            yield self.engine
+
+    async def wait_ready(self, *, want: bool) -> None:
+        """Wait until the engine is ready.
+
+        Args:
+            want: have it loaded if it is not.
+
+        A checkpoint where it waits.  Raises as `in_use`.
+        """
+        with self._used():
+            while not self.is_ready:
+                if self._end is not None:
+                    # What ended it may end the block of models: who is in there is cancelled
+                    # now, so that the block ends with the cause and not with this.
+                    await trio.lowlevel.checkpoint()
+                    raise copy.copy(self._end)
+                if self._error is not None:
+                    raise copy.copy(self._error)
+                if want and not self._is_wanted:
+                    self._is_wanted = True
+                    self._notify()
+                await self._changed.wait()
+
+    async def load(self) -> None:
+        """Have it loaded, also if that failed before, and wait.  Raises as `in_use`."""
+        self._error = None
+        await self.wait_ready(want=True)
+
+    async def unload(self) -> None:
+        """Close the engine, or stop its load, and wait until that is done.
+
+        Requests that are under way get `EngineClosed`; the next one has it loaded again.
+        """
+        self._is_wanted = False
+        self._notify()  # whoever waits for the load wants it again
+        self._life.cancel()
+        await self._ended.wait()
+
+    # -- the actor --------------------------------------------------------------------------
+
+    def want(self) -> None:
+        """Load it as soon as it runs."""
+        self._is_wanted = True
+
+    async def run(self) -> None:
+        """Supervise until cancelled.
+
+        Raises:
+            RestartsExhausted: it failed more often than its policy allows.
+        """
+        try:
+            await self._live_again_and_again()
+        except RestartsExhausted as error:
+            self._end = error
+            raise
+        finally:
+            self._end = self._end or EngineClosed()
+            self._ended.set()
+            self._become("unloaded")
+
+    async def _live_again_and_again(self) -> None:
+        while True:
+            while not self._is_wanted:
+                await self._changed.wait()
+            self._ended = trio.Event()
+            with unlimited() as self._life:
+                await self._live()
+            self._is_wanted = False
+            self._ended.set()
+            self._become("unloaded" if self._error is None else "failed")
+            logger.info("%s is closed", self.name)
+
+    async def _live(self) -> None:
+        """One life, its restarts included: until it is idle, unloaded or cannot be loaded."""
+        self._become("loading")
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._reserve())
+            except LlamadError as error:
+                self._tell_failed(error)
+                self._refuse(error)
+            else:
+                await self._open_and_reopen()
+
+    async def _open_and_reopen(self) -> None:
+        failed_at: float | None = None
+        was_ready = False
+        while True:
+            self._become("loading")
+            try:
+                async with self._open_engine() as engine:
+                    was_ready = self._has_been_ready = True
+                    self._tell_restarted(failed_at)
+                    await self._serve(engine)
+            except Exception as error:
+                self._tell_failed(error)
+                if not was_ready:
+                    self._refuse(error)
+                    return
+                failed_at = trio.current_time()
+                delay_s = self._book.failed(failed_at, error)
+                if delay_s is None:
+                    raise RestartsExhausted(self.name, self._book.failures) from error
+                logger.warning("%s failed: %s; again in %.1f s", self.name, error, delay_s)
+            else:
+                return
+            self._become("backing off")
+            await trio.sleep(delay_s)
+
+    def _refuse(self, error: Exception) -> None:
+        """It could not be loaded: that is what those are told who ask for it."""
+        if not isinstance(error, LlamadError):
+            raise error
+        logger.warning("%s cannot be loaded: %s", self.name, error)
+        self._error = error
+
+    def _tell_failed(self, error: Exception) -> None:
+        if self._broadcast.has_readers:
+            # A copy: readers are not to keep the traceback alive.
+            known = (
+                copy.copy(error) if isinstance(error, LlamadError) else InferenceError(repr(error))
+            )
+            now = trio.current_time()
+            self._broadcast.publish(EngineFailed(time=now, engine=self.name, error=known))
+
+    def _tell_restarted(self, failed_at: float | None) -> None:
+        if failed_at is None or not self._broadcast.has_readers:
+            return
+        now = trio.current_time()
+        attempt = len(self._book.failures)
+        after_s = now - failed_at
+        self._broadcast.publish(
+            EngineRestarted(time=now, engine=self.name, attempt=attempt, after_s=after_s)
+        )
+
+    async def _serve(self, engine: EngineLike) -> None:
+        with unlimited() as self._ready:
+            self._engine = engine
+            self._set_deadline()
+            logger.info("%s is ready", self.name)
+            self._become("ready")
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._engine = None
+                # One that broke is shut before this ends; one that is closed, afterwards.
+                self._become("unloaded" if engine.is_open else "backing off")
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Inside the block it is not idle: whoever waits for it uses it already."""
+        self._n_uses += 1
+        self._set_deadline()
+        try:
+            yield
+        finally:
+            self._n_uses -= 1
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        idle_until = trio.current_time() + self._unload_after_s
+        self._ready.deadline = math.inf if self._n_uses else idle_until
+
+    def _become(self, state: ModelState) -> None:
+        self.state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

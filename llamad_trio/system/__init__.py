@@ -1,0 +1,1 @@
+"""What Trio and the operating system offer every room."""

@@ -1,0 +1,1 @@
+"""Python types and functions as schemas, and JSON back as their instances."""
