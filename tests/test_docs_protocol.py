@@ -367,7 +367,7 @@ RAISED = [
         ("wire/calls.py", "ProtocolError"),
         ("wire/converter.py", "ProtocolError"),
         ("wire/strict_json.py", "ProtocolError", "ValueError"),
-        ("actors/listener.py", "ProtocolError"),
+        ("serving/listener.py", "ProtocolError"),
         ("core/fields.py", "ProtocolError"),
         ("core/model_choice.py", "ProtocolError"),
         ("core/request.py", "ProtocolError"),
@@ -398,8 +398,8 @@ def test_reason_that_is_there_is_one_of_the_code(reason: str) -> None:
 
 
 def test_every_text_of_the_listener_s_own_is_there() -> None:
-    told = {re.escape(CLOSING), *texts_in("actors/listener.py", "_refuse", "InferenceError")}
-    for node in ast.walk(ast.parse((PACKAGE / "actors" / "listener.py").read_text())):
+    told = {re.escape(CLOSING), *texts_in("serving/listener.py", "_refuse", "InferenceError")}
+    for node in ast.walk(ast.parse((PACKAGE / "serving" / "listener.py").read_text())):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 is_error = isinstance(key, ast.Constant) and key.value == "error"

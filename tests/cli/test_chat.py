@@ -45,10 +45,10 @@ from llamad_trio.cli.chat_terminal import Key, Lines, Prompt, Screen, open_histo
 from llamad_trio.cli.history import COMMANDS, Command, Conversation, Reply, Say, parse, visible
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
-from tests.daemon.support import running_daemon
-from tests.engine.support import until
 from tests.engine.test_events import THINKS_ITSELF
 from tests.models import TinyModels
+from tests.serving.support import running_daemon
+from tests.support import until
 
 # -- what is typed, and what has been said ------------------------------------------------------
 

@@ -6,8 +6,7 @@ import pytest
 
 from llamad_trio import EngineConfig
 from tests.conformance.engines import Opener
-from tests.engine.conftest import kept_smollm2, no_hang, smollm2_is_kept
-from tests.engine.support import EXACT, ONE_THREAD
+from tests.support import EXACT, ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
     from tests.conformance.engines import Pair
     from tests.models import TinyModels
-
-__all__ = ["kept_smollm2", "no_hang", "smollm2_is_kept"]
 
 KINDS = ("scripted", "scripted-remote", "tiny", "tiny-remote")
 REAL_KINDS = ("smollm2", "smollm2-remote")

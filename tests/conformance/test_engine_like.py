@@ -41,7 +41,7 @@ from llamad_trio.core.engine_events import (
     StepDone,
 )
 from tests.conformance.engines import FAILURE, N_CTX
-from tests.engine.support import ENDLESS, until, until_idle, until_queued
+from tests.support import ENDLESS, until, until_idle, until_queued
 
 if TYPE_CHECKING:
     from llamad_trio.core.engine_events import EngineEvent

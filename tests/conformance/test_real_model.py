@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from llamad_trio import Request
-from tests.engine.support import ENDLESS, SURE_PROMPTS, count_pieces, until_idle
 from tests.engine.test_events import all_of, check
+from tests.support import ENDLESS, SURE_PROMPTS, count_pieces, until_idle
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Pair

@@ -24,8 +24,8 @@ from llamad_trio import (
     ToolCallStart,
     run_tools,
 )
-from tests.engine.support import until_idle
 from tests.engine.test_events import all_of, check
+from tests.support import until_idle
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Opener, Pair

@@ -12,8 +12,8 @@ from trio.testing import assert_checkpoints
 
 from llamad_trio import Done, PromptTooLong, Request
 from tests.conformance.engines import N_CTX
-from tests.engine.support import ENDLESS, count_pieces, read_all, until, until_idle, until_queued
 from tests.engine.test_events import all_of, check
+from tests.support import ENDLESS, count_pieces, read_all, until, until_idle, until_queued
 
 if TYPE_CHECKING:
     from llamad_trio import EventStream, StreamEvent, TokenStream

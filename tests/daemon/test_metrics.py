@@ -16,7 +16,7 @@ from llamad_trio import serve_unix
 from llamad_trio.daemon.metrics_socket import serve_metrics
 from llamad_trio.testing import open_scripted_engine
 from llamad_trio.watch.prometheus import EngineMetrics
-from tests.daemon.support import ask
+from tests.serving.support import ask
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,8 @@ import pytest
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.isolation import isolation
-from tests.daemon.support import (
+from tests.models import TinyModels
+from tests.serving.support import (
     HANG_S,
     ROOT,
     Daemon,
@@ -30,7 +31,6 @@ from tests.daemon.support import (
     running_daemon,
     wait_for,
 )
-from tests.models import TinyModels
 
 LONG: Json = {"prompt": "the cat", "max_tokens": 90_000}
 """A request that no test waits for the end of."""

@@ -18,7 +18,7 @@ from llamad_trio import (
     UnsupportedFeature,
     open_engine,
 )
-from tests.engine.support import ONE_THREAD, must_not_run, threads_of_ours, until_idle
+from tests.support import ONE_THREAD, must_not_run, threads_of_ours, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

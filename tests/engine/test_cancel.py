@@ -10,7 +10,7 @@ import trio
 
 from llamad_trio import Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from tests.engine.support import (
+from tests.support import (
     ENDLESS,
     EXACT,
     ONE_THREAD,

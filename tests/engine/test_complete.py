@@ -11,7 +11,7 @@ import trio
 
 from llamad_trio import Message, PromptTooLong, Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from tests.engine.support import (
+from tests.support import (
     ENDLESS,
     ONE_THREAD,
     SURE_PROMPTS,

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from llamad_trio import ProtocolError, Request, open_engine
-from tests.engine.support import EXACT, ONE_THREAD, until_idle
+from tests.support import EXACT, ONE_THREAD, until_idle
 
 if TYPE_CHECKING:
     from pathlib import Path

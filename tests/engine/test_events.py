@@ -31,7 +31,7 @@ from llamad_trio import (
 from llamad_trio.chat.tools import TOOL_FORMATS
 from llamad_trio.chat.tools.mistral import Mistral
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from tests.engine.support import ENDLESS, SURE_PROMPTS, until, until_idle
+from tests.support import ENDLESS, SURE_PROMPTS, until, until_idle
 
 if TYPE_CHECKING:
     from llamad_trio import Engine, EventStream

@@ -22,7 +22,7 @@ from llamad_trio import (
     Request,
     open_engine,
 )
-from tests.engine.support import EXACT
+from tests.support import EXACT
 
 if TYPE_CHECKING:
     from llamad_trio import Engine

@@ -25,8 +25,8 @@ from llamad_trio import Request, open_engine
 from llamad_trio.constraints.compiler import Compiler, Matcher
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
-from tests.engine.support import ONE_THREAD
 from tests.schema_suite import Group, read_schema_suite
+from tests.support import ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -11,8 +11,8 @@ import trio
 
 from llamad_trio import Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, count_pieces, read_all, until_idle
 from tests.models import DECODER_KINDS, SLIDING_WINDOW_TOKENS
+from tests.support import ENDLESS, EXACT, ONE_THREAD, count_pieces, read_all, until_idle
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ from llamad_trio import (
     open_engine,
 )
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from tests.engine.support import (
+from tests.support import (
     ENDLESS,
     ONE_THREAD,
     count_pieces,

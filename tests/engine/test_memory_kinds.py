@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from tests.engine.support import (
+from tests.models import DECODER_KINDS
+from tests.support import (
     ENDLESS,
     EXACT,
     ONE_THREAD,
@@ -17,7 +18,6 @@ from tests.engine.support import (
     until,
     until_idle,
 )
-from tests.models import DECODER_KINDS
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llamad_trio import Busy, Request, open_engine
-from tests.engine.support import (
+from tests.support import (
     ENDLESS,
     EXACT,
     ONE_THREAD,

@@ -13,7 +13,7 @@ from llamad_trio import Request
 from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.engine.preprocess import MAX_THREADS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from tests.engine.support import until
+from tests.support import until
 
 if TYPE_CHECKING:
     from llamad_trio.constraints.compiler import Matcher

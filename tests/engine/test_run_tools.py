@@ -28,7 +28,7 @@ from llamad_trio import (
 )
 from llamad_trio.chat.tools import TOOL_FORMATS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from tests.engine.support import must_not_run, threads_of_ours, until, until_idle
+from tests.support import must_not_run, threads_of_ours, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,8 @@ import pytest
 import trio
 
 from llamad_trio import Busy, EngineClosed, PromptTooLong, ProtocolError, Request, open_engine
-from tests.engine.support import (
+from tests.models import DECODER_KINDS
+from tests.support import (
     ENDLESS,
     EXACT,
     ONE_THREAD,
@@ -20,7 +21,6 @@ from tests.engine.support import (
     until_idle,
     until_queued,
 )
-from tests.models import DECODER_KINDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

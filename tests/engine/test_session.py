@@ -27,8 +27,8 @@ from llamad_trio import (
 )
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import StepResult, StepStatus
-from tests.engine.support import EXACT, held_steps, must_not_run, until, until_idle
 from tests.models import DECODER_KINDS
+from tests.support import EXACT, held_steps, must_not_run, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -10,7 +10,7 @@ import trio
 
 from llamad_trio import EngineClosed, PromptTooLong, Request, open_engine
 from llamad_trio.engine import ticket as ticket_module
-from tests.engine.support import (
+from tests.support import (
     ENDLESS,
     EXACT,
     SURE_PROMPTS,

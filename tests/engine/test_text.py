@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from llamad_trio import Message, Request
-from tests.engine.support import ENDLESS, read_all, until
+from tests.support import ENDLESS, read_all, until
 
 if TYPE_CHECKING:
     from llamad_trio import Engine

@@ -16,8 +16,8 @@ import trio
 from llamad_trio import Request, open_engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.store import MAX_WRITES, SnapshotStore
-from tests.engine.support import EXACT, held_steps, threads_of_ours, until, until_idle
 from tests.models import DECODER_KINDS
+from tests.support import EXACT, held_steps, threads_of_ours, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -27,7 +27,7 @@ from llamad_trio import (
 )
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.typed.structure import structure
-from tests.engine.support import ONE_THREAD, until_idle
+from tests.support import ONE_THREAD, until_idle
 
 if TYPE_CHECKING:
     from llamad_trio import Engine

@@ -33,7 +33,6 @@ from llamad_trio import (
 )
 from llamad_trio.background_run import MOST_PARTS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from tests.engine.support import EXACT, ONE_THREAD, must_not_run, threads_of_ours
 from tests.facades import (
     HANG_S,
     THREAD_STARTS,
@@ -47,6 +46,7 @@ from tests.facades import (
     until,
 )
 from tests.facades.test_blocking import ASKED, CAT, ENDLESS, comparable
+from tests.support import EXACT, ONE_THREAD, must_not_run, threads_of_ours
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

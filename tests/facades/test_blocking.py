@@ -46,7 +46,6 @@ from llamad_trio import (
 from llamad_trio.background_run import MOST_PARTS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.watch.logs import log_events
-from tests.engine.support import EXACT, ONE_THREAD, threads_of_ours
 from tests.facades import (
     THREAD_STARTS,
     dying_of_a_hang,
@@ -58,6 +57,7 @@ from tests.facades import (
     telling,
     until,
 )
+from tests.support import EXACT, ONE_THREAD, threads_of_ours
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -21,7 +21,7 @@ from llamad_trio import (
     open_models,
 )
 from llamad_trio.system.nursery import open_plain_nursery
-from tests.engine.support import ENDLESS, ONE_THREAD, until
+from tests.support import ENDLESS, ONE_THREAD, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from llamad_trio.scheduling.prefix import Match
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
-from tests.core.oracles import longest_prefix, n_common
+from tests.scheduling.oracles import longest_prefix, n_common
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 ANY_PREFIX = pytest.mark.parametrize("any_prefix", [True, False])

@@ -12,13 +12,10 @@ from llamad_trio.engine.store import MAX_READS, MAX_WRITES, SnapshotStore, Store
 from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.scheduling.snapshot_file import HEADER_BYTES
 from llamad_trio.system.nursery import open_plain_nursery
-from tests.engine.conftest import no_hang
-from tests.engine.support import until
+from tests.support import until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-__all__ = ["no_hang"]
 
 MANIFEST = "a1" * 32
 

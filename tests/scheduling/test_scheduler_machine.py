@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from llamad_trio.core.errors import EngineClosed
 from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from tests.core.checked_scheduler import CheckedScheduler
-from tests.core.fake_memory import PIECES, EndlessModel, FakeModel, ForcingModel, HashModel
+from tests.scheduling.checked_scheduler import CheckedScheduler
+from tests.scheduling.fake_memory import PIECES, EndlessModel, FakeModel, ForcingModel, HashModel
 
 TOKENS = st.integers(1, len(PIECES) - 1)
 STEMS = ([1 + i * i % 11 for i in range(60)], [12 - i % 7 for i in range(60)])

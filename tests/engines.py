@@ -1,15 +1,16 @@
+"""Fixtures that open real engines, for the tests of every room."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-import trio
 
 from llamad_trio import open_engine
 from llamad_trio.llama import llama_runtime as runtime_module
 from llamad_trio.llama.model import Model
-from tests.engine.support import EXACT, ONE_THREAD
 from tests.models import proven_here
+from tests.support import EXACT, ONE_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,21 +18,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine, EngineConfig
     from tests.models import TinyModels
-
-HANG_S = 120
-"""Far more than any test takes: a test that is still running then hangs, and fails."""
-
-
-@pytest.fixture(autouse=True)
-async def no_hang() -> AsyncIterator[None]:
-    async def watch() -> None:
-        await trio.sleep(HANG_S)
-        raise AssertionError(f"the test still runs after {HANG_S} s")
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
-        yield
-        nursery.cancel_scope.cancel()
 
 
 class KeptModel(Model):

@@ -11,8 +11,8 @@ import pytest
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from tests.core.checked_scheduler import CheckedScheduler, sizes
-from tests.core.fake_memory import score
+from tests.scheduling.checked_scheduler import CheckedScheduler, sizes
+from tests.scheduling.fake_memory import score
 
 A, B, C = ([i] * 20 for i in (1, 2, 3))
 """Prompts of 20 tokens that have no beginning in common."""

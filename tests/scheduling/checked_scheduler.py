@@ -33,7 +33,7 @@ from llamad_trio.scheduling.scheduler import (
     Scheduler,
 )
 from llamad_trio.scheduling.threads import ComputeThreads
-from tests.core.fake_memory import (
+from tests.scheduling.fake_memory import (
     Cell,
     EndlessModel,
     FakeMemory,
@@ -43,7 +43,7 @@ from tests.core.fake_memory import (
     n_cells,
     sampler_spec,
 )
-from tests.core.oracles import longest_prefix, n_common
+from tests.scheduling.oracles import longest_prefix, n_common
 
 MOST_STEPS = 5_000
 """Steps after which a scheduler that has not come to rest never will."""

@@ -56,7 +56,7 @@ from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_script
 from llamad_trio.watch.freshness import refresh_if_possible
 from llamad_trio.wire.converter import unstructure
 from llamad_trio.wire.errors import error_reply
-from tests.engine.support import ENDLESS, read_all, until, until_idle
+from tests.support import ENDLESS, read_all, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from llamad_trio import Engine, EngineLike, Models, RemoteEngine
     from llamad_trio.system.nursery import TaskStatus
 
-pytestmark = pytest.mark.usefixtures("no_hang")
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamad_trio.scheduling.utf8 import Utf8Assembler
-from tests.core.oracles import decoded
+from tests.scheduling.oracles import decoded
 
 SOME_BYTES = st.binary(max_size=12) | st.text(max_size=6).map(lambda text: text.encode())
 PIECES = st.lists(SOME_BYTES, max_size=8)

@@ -16,7 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from llamad_trio import EngineLike, Limits, serve_unix
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from tests.daemon.support import (
+from tests.serving.support import (
     LONG_TEXT,
     Json,
     as_line,
@@ -26,7 +26,7 @@ from tests.daemon.support import (
     says,
     served,
 )
-from tests.engine.support import until, until_idle, until_queued
+from tests.support import until, until_idle, until_queued
 
 MIB = 1024 * 1024
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamad_trio.scheduling.stop import StopMatcher
-from tests.core.oracles import first_stop, undecided
+from tests.scheduling.oracles import first_stop, undecided
 
 LETTERS = st.sampled_from("ab🙂")
 STOPS = st.lists(st.text(LETTERS, max_size=5), max_size=4)

@@ -27,7 +27,7 @@ from llamad_trio.serving.unix_socket import (
     open_hangup_watcher,
     peer_is_trusted,
 )
-from tests.daemon.socket_processes import (
+from tests.serving.socket_processes import (
     connect_and_hold,
     listen_for_ever,
     open_once,

@@ -21,7 +21,7 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.isolation.relay import EventRelay, OpenEvents
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.watch.broadcast import Broadcast
-from tests.engine.support import must_not_run
+from tests.support import must_not_run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

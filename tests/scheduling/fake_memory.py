@@ -25,7 +25,7 @@ from llamad_trio.scheduling.plan import (
     StepStatus,
     Work,
 )
-from tests.core.oracles import decoded, first_stop
+from tests.scheduling.oracles import decoded, first_stop
 
 END = 0
 """The token that ends a generation."""

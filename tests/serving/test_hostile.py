@@ -28,7 +28,8 @@ from llamad_trio.serving import listener
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import open_scripted_engine
 from llamad_trio.wire.calls import MAX_ID_CHARS
-from tests.daemon.support import (
+from tests.models import TinyModels
+from tests.serving.support import (
     HANG_S,
     LONG_TEXT,
     ROOT,
@@ -43,8 +44,7 @@ from tests.daemon.support import (
     says,
     served,
 )
-from tests.engine.support import ONE_THREAD, held_steps, until, until_idle, until_queued
-from tests.models import TinyModels
+from tests.support import ONE_THREAD, held_steps, until, until_idle, until_queued
 
 STUCK = 3600.0
 

@@ -43,7 +43,7 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.isolation import handover as handover_module
 from llamad_trio.isolation import isolation as isolation_module
 from llamad_trio.system.cores import physical_cores
-from tests.engine.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
+from tests.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> 
         import trio
         from pathlib import Path
         from llamad_trio import open_engine
-        from tests.engine.test_isolation import children
+        from tests.isolation.test_isolation import children
 
         async def main():
             async with open_engine({str(tiny_path)!r}, isolation="process", n_threads=1, n_threads_batch=1) as eng:
@@ -416,7 +416,7 @@ async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
         f"""
         import os, time, trio
         from llamad_trio import open_engine
-        from tests.engine.test_isolation import children
+        from tests.isolation.test_isolation import children
 
         async def main():
             async with open_engine({str(tiny_path)!r}, isolation="process"):

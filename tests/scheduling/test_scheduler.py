@@ -14,8 +14,8 @@ from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceErro
 from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.scheduler import Failed, Finished, Piece
-from tests.core.checked_scheduler import CheckedScheduler
-from tests.core.fake_memory import HashModel, ScriptModel
+from tests.scheduling.checked_scheduler import CheckedScheduler
+from tests.scheduling.fake_memory import HashModel, ScriptModel
 
 A, B, C, D = ([i] * 20 for i in (1, 2, 3, 4))
 """Prompts of 20 tokens that have no beginning in common."""

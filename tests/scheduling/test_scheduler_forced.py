@@ -11,8 +11,8 @@ import pytest
 from llamad_trio.scheduling.plan import Sampled, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.scheduler import Finished, Piece
-from tests.core.checked_scheduler import CheckedScheduler, sizes
-from tests.core.fake_memory import (
+from tests.scheduling.checked_scheduler import CheckedScheduler, sizes
+from tests.scheduling.fake_memory import (
     EndlessModel,
     ForcingModel,
     ForcingOnceModel,
