@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def main() -> NoReturn:
     """Run the command line and exit."""

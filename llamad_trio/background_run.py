@@ -34,18 +34,6 @@ from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.system.nursery import holds_cancelled, open_plain_nursery, unlimited
 from llamad_trio.watch.freshness import refresh_if_possible
 
-__all__ = [
-    "Answer",
-    "BackgroundRun",
-    "Call",
-    "EngineHandle",
-    "Opener",
-    "StreamCall",
-    "StreamHandle",
-    "is_exiting",
-    "look",
-]
-
 T = TypeVar("T")
 PartT = TypeVar("PartT")
 PartT_co = TypeVar("PartT_co", covariant=True)

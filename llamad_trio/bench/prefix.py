@@ -13,8 +13,6 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine.engine import Engine, open_engine
 
-__all__ = ["PrefixReport", "PrefixRow", "run_prefix_bench"]
-
 _TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 _SUFFIX_TOKENS = 20
 

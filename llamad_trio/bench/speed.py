@@ -21,8 +21,6 @@ from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.preflight.prove import proven
 
-__all__ = ["BenchReport", "BenchRow", "run_bench"]
-
 _TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 
 

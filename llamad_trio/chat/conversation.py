@@ -23,8 +23,6 @@ from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool
 from llamad_trio.scheduling.runtime import ModelFacts
 
-__all__ = ["Chat", "Turn"]
-
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "limits", "self"}
 )

@@ -19,8 +19,6 @@ from markupsafe import Markup
 
 from llamad_trio.chat.meter import NODE_CHARS, Meter, TooLarge, current_meter
 
-__all__ = ["METHODS", "TEMPLATE_FILTERS", "TEMPLATE_TESTS", "Function", "is_in"]
-
 Function = Callable[..., Any]
 
 Check = Callable[..., None]

@@ -19,8 +19,6 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import JsonObject, Tool, ToolCall
 
-__all__ = ["SENTINELS", "Guard"]
-
 SENTINELS = ("\ufdd0", "\ufdef", "\U0001fffe", "\U0010ffff", "\ue000", "\U000f0000")
 """Characters that Unicode keeps out of all text, or leaves to private use.  One may not do:
 the text may have it, or a vocabulary a token that joins it to its neighbour."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["MarkerFinder"]
-
 
 class MarkerFinder:
     """Passes text through up to the next marker.

@@ -13,8 +13,6 @@ from llamad_trio.core.tools import Tool, ToolCall
 if TYPE_CHECKING:
     from llamad_trio.chat.tools.base import ToolFormat
 
-__all__ = ["message_dict", "plain_messages", "reads_tool_calls", "tool_dict"]
-
 
 def reads_tool_calls(template_source: str) -> bool:
     """Whether a template writes the calls of earlier assistant turns.

@@ -19,11 +19,6 @@ from jinja2.runtime import LoopContext
 
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = [
-    "FULL", "MAX_INT_BITS", "NODE_CHARS", "QUICK", "SCALARS", "Limits", "Meter", "TemplateTimeout",
-    "TooLarge", "current_meter", "metering",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 NODE_CHARS = 16

@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import attrs
 
-__all__ = ["ReasoningTags", "detect_reasoning", "opened_by", "reasoning_lead"]
-
 
 @attrs.frozen
 class ReasoningTags:

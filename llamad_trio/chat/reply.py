@@ -29,8 +29,6 @@ from llamad_trio.core.events import (
 )
 from llamad_trio.core.tools import JsonObject, ToolCall
 
-__all__ = ["ReplyParser", "new_call_id"]
-
 _ID_CHARS = string.ascii_letters + string.digits
 
 

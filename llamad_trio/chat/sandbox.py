@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-__all__ = ["Sandbox"]
-
 _MAX_SOURCE_CHARS = 64 * 1024
 """Longest source.  The longest known one has 20,000 characters."""
 

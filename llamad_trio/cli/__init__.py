@@ -21,8 +21,6 @@ from llamad_trio.cli.pull import models_command, pull_command
 from llamad_trio.cli.serve import serve_command
 from llamad_trio.cli.top import top_command
 
-__all__ = ["main"]
-
 INTERRUPTED = 130
 
 # Raised for a command line without a command; click 8.1 shows the help by itself.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from llamad_trio.bench.prefix import PrefixReport
     from llamad_trio.bench.speed import BenchReport
 
-__all__ = ["bench_command"]
-
 
 @click.command("bench")
 @click.argument("model", default=DEFAULT_MODEL)

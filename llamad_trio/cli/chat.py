@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import EngineLike
 
-__all__ = ["chat_command"]
-
 MAX_TOKENS = 1024
 """Of an answer, unless said otherwise: an essay fits, an endless one ends."""
 

@@ -37,8 +37,6 @@ from llamad_trio.cli.history import (
 )
 from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
 
-__all__ = ["Chat"]
-
 HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
 
 TYPING = (

@@ -24,8 +24,6 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from llamad_trio.cli.history import COMMANDS, visible
 from llamad_trio.system.nursery import open_plain_nursery, shielded
 
-__all__ = ["Key", "Lines", "Prompt", "Reader", "Screen", "open_history"]
-
 PROMPT = "> "
 
 CHUNK_BYTES = 64 * 1024

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Completion, EngineLike, EngineStats, Request
 
-__all__ = ["complete_command"]
-
 
 @click.command("complete")
 @click.argument("prompt", required=False)

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from llamad_trio.doctor import MachineReport
 
-__all__ = ["doctor_command"]
-
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")

@@ -12,18 +12,6 @@ import attrs
 
 from llamad_trio import Completion, EngineStats, Message, Request
 
-__all__ = [
-    "COMMANDS",
-    "Command",
-    "Conversation",
-    "Reply",
-    "Say",
-    "one_line",
-    "parse",
-    "stats_lines",
-    "visible",
-]
-
 COMMANDS = {
     "system": ("/system [TEXT]", "show the system message, or set it; /system - clears it"),
     "reset": ("/reset", "forget what was said, but not the system message"),

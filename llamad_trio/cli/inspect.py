@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from llamad_trio import EngineConfig, ModelInfo
     from llamad_trio.memory import MemoryEstimate
 
-__all__ = ["inspect_command"]
-
 
 @click.command("inspect")
 @click.argument("model")

@@ -9,8 +9,6 @@ import click
 
 from llamad_trio.hub.manifest import DEFAULT_MODEL
 
-__all__ = ["engine_options", "sampling_options"]
-
 CommandT = TypeVar("CommandT", bound=Callable[..., object])
 
 _ENGINE = (

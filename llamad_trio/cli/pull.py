@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from pathlib import Path
 
-__all__ = ["ensure_model", "models_command", "pull_command"]
-
 _PHASES = {"wait": "waiting for another pull", "download": "downloading", "verify": "verifying"}
 
 

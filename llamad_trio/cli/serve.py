@@ -19,8 +19,6 @@ from llamad_trio.core.limits import Limits
 from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.hub.manifest import DEFAULT_MODEL, load_manifest
 
-__all__ = ["serve_command"]
-
 
 @click.command("serve")
 @click.argument("model", required=False)

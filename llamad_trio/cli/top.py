@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from llamad_trio.core.info import DaemonStats, EngineStats, ModelStats
 
-__all__ = ["top_command", "view"]
-
 MAX_SLOT_CELLS = 64
 POOL_CELLS = 32
 

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from llamad_trio.constraints.constraint import JSON_STYLE, Constraint, check_constraint
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = ["Compiler", "Matcher", "Vocabulary"]
-
 LIMITS = llguidance.LLParserLimits(
     # An ambiguous grammar of single characters (see `core.gbnf_lark`) compares the items of
     # a row with each other: with this limit it ends after 50 ms, with a million after 500.

@@ -20,8 +20,6 @@ from llamad_trio.constraints.schema_vetting import is_number, resolve, vet_schem
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import JsonObject
 
-__all__ = ["JSON_STYLE", "Constraint", "ConstraintKind", "check_constraint"]
-
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 
 MAX_SOURCE_BYTES = 256 * 1024

@@ -23,23 +23,6 @@ import attrs
 
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = [
-    "Chars",
-    "Choice",
-    "Grammar",
-    "Node",
-    "Ranges",
-    "Ref",
-    "Repeat",
-    "Sequence",
-    "bottom_up",
-    "children",
-    "joined",
-    "matches_empty",
-    "parse_gbnf",
-    "references",
-]
-
 MAX_SOURCE = 100_000
 """Characters of source.  Parsed in 0.2 s; the largest grammar that llama.cpp ships has 2,000."""
 

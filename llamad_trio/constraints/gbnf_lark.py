@@ -40,8 +40,6 @@ from llamad_trio.constraints.gbnf import (
 )
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = ["gbnf_to_lark"]
-
 MAX_LEXEME = 2_500
 """Size of a lexeme's expression, repetitions multiplied out: room for the 2,000 repetitions
 of a character that llama.cpp allows.  llguidance compiles it in 0.1 s at worst; at 5,000 it may run out of fuel."""

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from llamad_trio.constraints.schema_vetting import within
 
-__all__ = ["depth_bound"]
-
 
 def depth_bound(schema: object, resolve: Callable[[str], object]) -> int:
     """The most containers that may lie within one another, what is referred to included.

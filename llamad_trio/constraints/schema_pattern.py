@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["CONTROL", "fault_of_pattern"]
-
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that JSON can only write as `\\u` and a number, or better does."""
 

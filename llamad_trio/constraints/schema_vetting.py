@@ -25,17 +25,6 @@ import attrs
 from llamad_trio.constraints.schema_pattern import CONTROL, fault_of_pattern
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = [
-    "ANNOTATIONS",
-    "FORMATS",
-    "REFUSED",
-    "SUPPORTED",
-    "is_number",
-    "resolve",
-    "vet_schema",
-    "within",
-]
-
 Holds: TypeAlias = Literal["a schema", "schemas", "schemas by name"]
 """What a keyword's value is made of, when of schemas."""
 

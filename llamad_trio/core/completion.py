@@ -12,8 +12,6 @@ from typing_extensions import TypeVar
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.core.tools import ToolCall
 
-__all__ = ["Choice", "Completion", "FinishReason", "TokenLogprob", "is_cut_off", "json_value"]
-
 FinishReason = Literal["stop", "length"]
 
 ValueT_co = TypeVar("ValueT_co", covariant=True, default=Any)

@@ -21,8 +21,6 @@ from llamad_trio.core.fields import (
 from llamad_trio.core.request import MAX_INT
 from llamad_trio.scheduling.runtime import LaneLike
 
-__all__ = ["EngineConfig", "KVType", "SplitMode"]
-
 logger: logging.Logger = logging.getLogger("llamad_trio")
 
 DEFAULT_N_CTX = 4096

@@ -19,26 +19,6 @@ import attrs
 from llamad_trio.core.completion import FinishReason
 from llamad_trio.core.errors import LlamadError
 
-__all__ = [
-    "EngineEvent",
-    "EngineFailed",
-    "EngineLoaded",
-    "EngineRestarted",
-    "EngineStopped",
-    "FirstToken",
-    "Lagged",
-    "PrefixReused",
-    "RequestCancelled",
-    "RequestFailed",
-    "RequestFinished",
-    "RequestKind",
-    "RequestPreempted",
-    "RequestQueued",
-    "RequestStarted",
-    "StepDone",
-    "ThreadsChanged",
-]
-
 RequestKind = Literal["chat", "completion", "score", "prefill"]
 """`"chat"` goes through the chat template, `"completion"` does not; `"score"` asks how likely
 a text is (`score`, `choose`), `"prefill"` only has a prompt computed (`Session`)."""

@@ -11,8 +11,6 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import number
 
-__all__ = ["EngineSpec", "Isolation", "Load"]
-
 Isolation = Literal["process"]
 Load = Literal["eager", "lazy"]
 

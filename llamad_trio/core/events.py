@@ -6,16 +6,6 @@ import attrs
 
 from llamad_trio.core.completion import Completion
 
-__all__ = [
-    "Done",
-    "ReasoningDelta",
-    "ReplyEvent",
-    "StreamEvent",
-    "TextDelta",
-    "ToolCallDelta",
-    "ToolCallStart",
-]
-
 
 @attrs.frozen
 class TextDelta:

@@ -14,8 +14,6 @@ import attrs
 
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = ["CONVERT", "apply_converters", "boolean", "number", "optional", "text", "whole_number"]
-
 T = TypeVar("T")
 
 CONVERT = "llamad_trio.convert"

@@ -8,8 +8,6 @@ import attrs
 
 from llamad_trio.core.config import EngineConfig
 
-__all__ = ["DaemonStats", "EngineStats", "ModelInfo", "ModelStats"]
-
 
 @attrs.frozen(kw_only=True)
 class ModelInfo:

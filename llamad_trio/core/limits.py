@@ -6,8 +6,6 @@ import attrs
 
 from llamad_trio.core.fields import CONVERT, apply_converters, number, whole_number
 
-__all__ = ["Limits"]
-
 MIB = 1024 * 1024
 DAY_S = 86_400.0
 

@@ -11,8 +11,6 @@ import attrs
 
 from llamad_trio.core.errors import InsufficientMemory
 
-__all__ = ["MemoryEstimate", "check_budget"]
-
 
 @attrs.frozen(kw_only=True)
 class MemoryEstimate:

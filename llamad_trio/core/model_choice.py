@@ -7,8 +7,6 @@ from collections.abc import Collection
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, text
 
-__all__ = ["pick_model"]
-
 
 def pick_model(name: str | None, known: Collection[str], default: str | None) -> str:
     """The name of the model that is meant.

@@ -19,8 +19,6 @@ from llamad_trio.core.fields import (
 )
 from llamad_trio.core.tools import JsonObject, Tool, ToolCall, ToolChoice, json_object
 
-__all__ = ["ROLES", "Message", "Request"]
-
 T = TypeVar("T")
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})

@@ -10,8 +10,6 @@ import attrs
 from llamad_trio.core.errors import Failure
 from llamad_trio.core.fields import CONVERT, apply_converters, number, whole_number
 
-__all__ = ["RestartBook", "RestartPolicy"]
-
 DAY_S = 86_400.0
 
 

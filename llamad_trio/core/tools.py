@@ -12,8 +12,6 @@ import attrs
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import CONVERT, apply_converters, text
 
-__all__ = ["TOOL_CHOICES", "JsonObject", "Tool", "ToolCall", "ToolChoice", "json_object"]
-
 JsonObject = Mapping[str, Any]
 """An object of JSON data, as `json.loads` gives it."""
 

@@ -24,8 +24,6 @@ from llamad_trio.core.fields import text
 from llamad_trio.core.limits import Limits
 from llamad_trio.hub.manifest import known_model
 
-__all__ = ["DEFAULT_SOCKET", "DaemonConfig", "load_daemon_config"]
-
 DEFAULT_SOCKET = "/tmp/llamad.sock"
 """Where the daemon listens, and a client connects, when nothing else is said."""
 

@@ -21,8 +21,6 @@ from llamad_trio.supervision.models import Models, open_models
 from llamad_trio.system.nursery import open_plain_nursery, run_all, unlimited
 from llamad_trio.watch.prometheus import EngineMetrics
 
-__all__ = ["run_daemon"]
-
 logger = logging.getLogger("llamad_trio")
 
 STOP = (signal.SIGINT, signal.SIGTERM)

@@ -10,8 +10,6 @@ from llamad_trio.serving.unix_socket import listening, peer_is_trusted
 from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch.prometheus import CONTENT_TYPE, EngineMetrics
 
-__all__ = ["serve_metrics"]
-
 MAX_REQUEST_BYTES = 8 * 1024
 TIMEOUT_S = 10.0
 

@@ -12,8 +12,6 @@ import socket
 
 from llamad_trio.core.errors import SocketUnavailable
 
-__all__ = ["inherited_listener", "notify"]
-
 logger = logging.getLogger("llamad_trio")
 
 FIRST_FD = 3

@@ -18,8 +18,6 @@ from llamad_trio.scheduling.scheduler import Event, Failed, Finished, Piece, Sch
 from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, shielded
 
-__all__ = ["DecodeActor"]
-
 
 class DecodeActor:
     """Owns the scheduler and every live ticket of one engine.

@@ -58,8 +58,6 @@ from llamad_trio.watch.broadcast import Broadcast, EventReader
 if TYPE_CHECKING:
     from llamad_trio.remote.remote import RemoteEngine
 
-__all__ = ["Engine", "as_request", "open_engine", "open_named_engine", "run_engine"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("llamad_trio")

@@ -15,8 +15,6 @@ from llamad_trio.core.info import EngineStats, ModelInfo
 from llamad_trio.core.request import Request
 from llamad_trio.engine.stream import EventStream, TokenStream
 
-__all__ = ["EngineLike"]
-
 T = TypeVar("T")
 
 

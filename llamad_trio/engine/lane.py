@@ -29,8 +29,6 @@ from llamad_trio.core.fields import optional, whole_number
 from llamad_trio.scheduling.runtime import LaneLike
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
 
-__all__ = ["Lane", "computing", "shared_lane"]
-
 logger = logging.getLogger("llamad_trio")
 
 HANDOVER_S = 0.002

@@ -28,8 +28,6 @@ from llamad_trio.system.nursery import ends_in_order, uninterrupted
 if TYPE_CHECKING:
     from llamad_trio.llama.llama_runtime import LlamaRuntime
 
-__all__ = ["Loaded", "compile_template", "loaded_model"]
-
 PROGRESS_STEP = 0.01
 """Progress is told in hundredths: a large model has thousands of tensors."""
 

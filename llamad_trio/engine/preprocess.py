@@ -36,8 +36,6 @@ from llamad_trio.scheduling.sampling import resolve_sampling
 from llamad_trio.scheduling.tokenizing import Scoring, tokens_of_prompt, without_sentinel
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 
-__all__ = ["Preprocessor", "Query"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("llamad_trio")

@@ -31,8 +31,6 @@ from llamad_trio.core.errors import LlamadError
 from llamad_trio.engine.ticket import Ticket
 from llamad_trio.watch.broadcast import Broadcast
 
-__all__ = ["Reporter"]
-
 
 class _Event(TypedDict):
     time: float

@@ -20,8 +20,6 @@ from llamad_trio.system.nursery import run_all
 if TYPE_CHECKING:
     from llamad_trio.engine.engine import Engine
 
-__all__ = ["checked_texts", "choose", "score"]
-
 _names = count(1)
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from llamad_trio.engine.engine import Engine
     from llamad_trio.engine.stream import TokenStream
 
-__all__ = ["ContextReport", "PrefixStatus", "Segment", "Session", "SuffixStatus"]
-
 Content = str | Sequence[Message]
 Stage = Literal["prefix", "suffix"]
 

@@ -32,8 +32,6 @@ from llamad_trio.scheduling.snapshot_file import (
 )
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 
-__all__ = ["SnapshotStore", "StoreActor"]
-
 logger = logging.getLogger("llamad_trio")
 
 T = TypeVar("T")

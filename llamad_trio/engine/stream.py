@@ -14,8 +14,6 @@ from llamad_trio.core.completion import Completion
 from llamad_trio.core.events import Done, ReplyEvent, StreamEvent, TextDelta
 from llamad_trio.engine.ticket import Ticket
 
-__all__ = ["EventStream", "ReplySource", "TicketSource", "TokenStream"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.request import Request
 from llamad_trio.scheduling.scheduler import Finished
 
-__all__ = ["Ticket"]
-
 STREAM_BUFFER = 64
 """Pieces a reader may lag behind before its slot pauses."""
 

@@ -21,8 +21,6 @@ from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.system.nursery import run_all
 from llamad_trio.typed.function_tool import call_arguments, tool_from
 
-__all__ = ["ToolRun", "run_tools"]
-
 logger = logging.getLogger("llamad_trio")
 
 

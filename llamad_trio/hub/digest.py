@@ -11,8 +11,6 @@ from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.hub.manifest import models_dir
 from llamad_trio.system.user_cache import replace_text
 
-__all__ = ["file_sha256"]
-
 CHUNK_BYTES = 4 << 20
 MAX_ENTRIES = 1000
 """Files remembered; beyond that the cache starts anew."""

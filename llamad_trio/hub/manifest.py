@@ -26,23 +26,6 @@ from llamad_trio.system.user_cache import user_cache
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "DEFAULT_MODEL",
-    "FileDigest",
-    "HubSource",
-    "KnownModel",
-    "ManifestError",
-    "PypiSource",
-    "converter",
-    "installed_path",
-    "known_digest",
-    "known_model",
-    "load_manifest",
-    "models_dir",
-    "receipt_path",
-    "resolve_model",
-]
-
 DEFAULT_MODEL = "smollm2-135m"
 """The model the command line uses when none is named."""
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
     from types import TracebackType
 
-__all__ = ["DigestError", "PullError", "PullProgress", "pull"]
-
 _CHUNK_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")

@@ -10,8 +10,6 @@ import trio
 
 from llamad_trio.core.errors import InferenceError
 
-__all__ = ["HandedOver", "Handover"]
-
 _INT_BYTES = array.array("i").itemsize
 
 

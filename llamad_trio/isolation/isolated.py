@@ -17,8 +17,6 @@ import sys
 import threading
 import time
 
-__all__ = ["main"]
-
 GRACE_S = 0.5
 """How long this process may take to end after its parent has gone."""
 

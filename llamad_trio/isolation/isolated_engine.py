@@ -25,8 +25,6 @@ from llamad_trio.wire.errors import error_reply
 from llamad_trio.wire.lines import LineBuffer
 from llamad_trio.wire.strict_json import encode_line
 
-__all__ = ["serve"]
-
 
 async def serve(sock: socket.socket) -> None:
     """Open the engine that the first line says, and serve until nobody comes any more.

@@ -45,8 +45,6 @@ from llamad_trio.system.python_process import python_command, python_environment
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 from llamad_trio.wire.converter import unstructure
 
-__all__ = ["open_isolated_engine"]
-
 COMMAND = python_command("llamad_trio.isolation.isolated")
 
 GRACE_S = 5.0

@@ -26,8 +26,6 @@ from llamad_trio.core.errors import InferenceError, LlamadError
 from llamad_trio.system.nursery import ends_in_order, shielded
 from llamad_trio.watch.broadcast import Broadcast
 
-__all__ = ["EventRelay", "OpenEvents"]
-
 OpenEvents = Callable[[], AbstractAsyncContextManager[trio.abc.ReceiveChannel[EngineEvent]]]
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import llama_cpp.llama_cpp as lib
 
-__all__ = ["captured_errors", "devices", "start", "system_info", "version"]
-
 logger: logging.Logger = logging.getLogger("llamad_trio.llama_cpp")
 
 # ggml.h: enum ggml_log_level.  llama.cpp tells the story of a load at INFO, in hundreds

@@ -9,8 +9,6 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 import numpy as np
 
-__all__ = ["Batch"]
-
 
 class Batch:
     """Room for `n_batch` tokens, each of exactly one sequence.

@@ -15,8 +15,6 @@ from llamad_trio.llama import backend
 from llamad_trio.llama.batch import Batch
 from llamad_trio.llama.model import Model
 
-__all__ = ["Context"]
-
 _FLASH_ATTENTION = {
     None: lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
     True: lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,

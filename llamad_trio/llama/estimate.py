@@ -31,8 +31,6 @@ from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.llama.model import Model, check_file, load_failure
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 
-__all__ = ["estimate"]
-
 MIB = 2**20
 
 # What no log tells, fitted to the growth of processes with vocabularies of 300 to 262,144

@@ -15,8 +15,6 @@ import attrs
 
 from llamad_trio.core.errors import ModelLoadError
 
-__all__ = ["Layout", "Tensor", "read_layout", "refuse_deadly"]
-
 _LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

@@ -13,8 +13,6 @@ import ctypes
 import threading
 from collections.abc import Iterator
 
-__all__ = ["give_back", "large_blocks_apart"]
-
 # malloc.h
 M_MMAP_THRESHOLD = -3
 

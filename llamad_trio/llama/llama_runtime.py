@@ -37,9 +37,6 @@ from llamad_trio.scheduling.plan import (
 )
 from llamad_trio.scheduling.runtime import ModelFacts
 
-__all__ = ["LlamaRuntime"]
-
-
 RETAINED_SEQS = 16
 """Prefixes kept beside those in use.  llama.cpp reserves a row of logits for each sequence
 there can be: 1 MB for a vocabulary of 262,144."""

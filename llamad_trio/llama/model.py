@@ -18,8 +18,6 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
 from llamad_trio.llama import backend, gguf
 
-__all__ = ["Model"]
-
 T = TypeVar("T")
 
 _SPLIT_MODES = {

@@ -16,8 +16,6 @@ from llamad_trio.core.errors import InferenceError
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 
-__all__ = ["RawLoop", "RawSpeed"]
-
 
 @attrs.frozen
 class RawSpeed:

@@ -20,8 +20,6 @@ from llamad_trio.llama.model import Model
 from llamad_trio.scheduling.plan import Sampled, SamplerSpec
 from llamad_trio.scheduling.sampling import SamplingParams
 
-__all__ = ["ConstraintFailure", "Sampler", "log_softmax"]
-
 
 class _Penalties:
     """Repeat, presence and frequency penalties over the last tokens of the context.

@@ -11,8 +11,6 @@ import llguidance
 
 from llamad_trio.llama.model import Model
 
-__all__ = ["LlamaVocabulary"]
-
 CONTROL = b"\xff"
 """llguidance takes a token that begins with this byte, which no UTF-8 has, for one that is
 no text: only its number can be asked for."""

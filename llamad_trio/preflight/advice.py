@@ -14,8 +14,6 @@ from llamad_trio.preflight.instructions import (
 )
 from llamad_trio.preflight.verdict import Verdict
 
-__all__ = ["Advice"]
-
 NO_COMPILER = "install a C++ compiler first (Debian and Ubuntu: apt-get install build-essential)"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Collection
 
 import attrs
 
-__all__ = ["CPU_FLAGS", "Compiler", "available_sets", "built_sets", "rebuild_command"]
-
 CPU_FLAGS: dict[str, str] = {
     # x86: llama.cpp's name and Linux's.
     "SSE3": "pni",

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llamad_trio.llama.context import Context
 
-__all__ = ["main"]
-
 DEADLY = (signal.SIGILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)
 
 PROMPT_TOKENS, N_CTX, N_BATCH = 33, 128, 64

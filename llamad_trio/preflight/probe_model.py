@@ -14,8 +14,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["PROBE", "PROBED_KINDS", "ProbeShape", "probe_gguf"]
-
 _ALIGNMENT = 32
 _UINT32, _FLOAT32, _STRING = 4, 6, 8
 _TILE_BLOCKS = 256

@@ -27,8 +27,6 @@ from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
 from llamad_trio.system.cores import physical_cores
 
-__all__ = ["advice_for", "installed_compiler", "logger", "proven", "settings_of"]
-
 logger: logging.Logger = logging.getLogger("llamad_trio.preflight")
 
 _PASSED_ON = (

@@ -17,8 +17,6 @@ from pathlib import Path
 from llamad_trio.preflight.verdict import Verdict
 from llamad_trio.system.user_cache import replace_text, user_cache
 
-__all__ = ["cpu_flags", "cpu_model", "key_of", "libraries", "recall", "remember"]
-
 CPUINFO = Path("/proc/cpuinfo")
 CPUINFO_BYTES = 16 * 1024
 """More than the account of the first of a machine's processors takes."""

@@ -17,8 +17,6 @@ from llamad_trio.preflight.verdict import Verdict, judge
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
 from llamad_trio.system.python_process import has_interpreter, python_command, python_environment
 
-__all__ = ["try_llama_cpp"]
-
 DEADLINE_S, GPU_DEADLINE_S = 30.0, 120.0
 """A hundred times what it takes on an idle machine; a GPU's kernels may have to be compiled."""
 

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["Attempt", "Outcome", "Verdict", "judge"]
-
 Outcome = Literal["works", "refused", "wrong", "died", "hung", "untried"]
 """`"works"`; `"refused"`: llama.cpp gave a clean error, as it will give an engine; `"wrong"`: the
 numbers are not those of the plain kernels; `"died"`, `"hung"`; `"untried"`: it did not come to that."""

@@ -11,8 +11,6 @@ from contextvars import Context, copy_context
 from itertools import count
 from secrets import token_hex
 
-__all__ = ["Callers"]
-
 MOST_ENDED = 16_384
 """Calls whose contexts are kept though they have ended, while somebody reads events: the end of
 a request may be told later than its reply.  A context takes 0.1 KB, and keeps alive what its

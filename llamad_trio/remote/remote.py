@@ -60,8 +60,6 @@ from llamad_trio.wire.calls import (
 )
 from llamad_trio.wire.converter import structure_known
 
-__all__ = ["RemoteEngine", "connect", "daemon_stats", "stats_of"]
-
 T = TypeVar("T")
 
 

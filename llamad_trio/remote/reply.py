@@ -32,16 +32,6 @@ from llamad_trio.wire.errors import error_from
 from llamad_trio.wire.lines import LineBuffer, LineTooLong
 from llamad_trio.wire.replies import completion_from, event_from
 
-__all__ = [
-    "Daemon",
-    "Peer",
-    "RemoteEvents",
-    "RemoteReply",
-    "RemoteSource",
-    "called",
-    "understood",
-]
-
 T = TypeVar("T")
 
 CHUNK_BYTES = 64 * 1024

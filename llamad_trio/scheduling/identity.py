@@ -7,8 +7,6 @@ import json
 
 import attrs
 
-__all__ = ["Manifest"]
-
 
 @attrs.frozen(kw_only=True)
 class Manifest:

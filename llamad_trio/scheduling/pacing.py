@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["StepPacer"]
-
 MIN_CHUNK = 16
 """A prompt always advances by this many tokens a step; smaller chunks waste the batch."""
 

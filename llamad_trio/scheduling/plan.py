@@ -11,22 +11,6 @@ import attrs
 from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.scheduling.sampling import SamplingParams
 
-__all__ = [
-    "CompiledConstraint",
-    "Copy",
-    "Drop",
-    "Load",
-    "MemoryOp",
-    "Prepared",
-    "Sampled",
-    "SamplerSpec",
-    "Save",
-    "StepPlan",
-    "StepResult",
-    "StepStatus",
-    "Work",
-]
-
 
 class CompiledConstraint(Protocol):
     """A constraint as a runtime has compiled it: nothing to look into."""

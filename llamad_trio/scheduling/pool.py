@@ -19,8 +19,6 @@ from llamad_trio.scheduling.plan import Copy, Drop, Load, MemoryOp, Save, StepPl
 from llamad_trio.scheduling.prefix import Match, PrefixTree
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
 
-__all__ = ["Pool", "Reuse"]
-
 MIN_CHECKPOINT_TOKENS = 16
 """Shorter prompts are computed about as fast as they are found again."""
 

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-__all__ = ["Match", "PrefixTree", "common_length"]
-
 
 def common_length(a: Sequence[int], b: Sequence[int], limit: int) -> int:
     """How many of their first `limit` tokens are the same.  Both of one type."""

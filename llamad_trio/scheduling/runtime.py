@@ -15,8 +15,6 @@ import attrs
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.scheduling.plan import CompiledConstraint, StepPlan, StepResult
 
-__all__ = ["LaneLike", "ModelFacts", "Runtime"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import attrs
 
 from llamad_trio.core.request import Request
 
-__all__ = ["SamplingParams", "resolve_sampling"]
-
 RANDOM_SEED = 2**32 - 1
 """llama.cpp takes this seed to mean "draw one", which would break "same seed, same text"."""
 

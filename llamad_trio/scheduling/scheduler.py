@@ -49,8 +49,6 @@ from llamad_trio.scheduling.stop import StopMatcher
 from llamad_trio.scheduling.threads import ComputeThreads
 from llamad_trio.scheduling.utf8 import Utf8Assembler
 
-__all__ = ["Event", "Failed", "Finished", "Piece", "Scheduler", "SchedulerStats"]
-
 HEADROOM_TOKENS = 32
 """Free cells asked for beyond the prompt at admission: enough that a request is not
 preempted in its first moments, little enough that a high `max_tokens` costs nothing."""

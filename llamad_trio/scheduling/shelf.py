@@ -13,8 +13,6 @@ import attrs
 
 from llamad_trio.scheduling.prefix import Match, PrefixTree, common_length
 
-__all__ = ["Shelf", "Snapshot"]
-
 
 @attrs.frozen(eq=False)
 class Snapshot:

@@ -24,16 +24,6 @@ import attrs
 
 from llamad_trio.scheduling.shelf import Snapshot
 
-__all__ = [
-    "HEADER_BYTES",
-    "BadSnapshotError",
-    "Header",
-    "decode",
-    "encode",
-    "pack_tokens",
-    "unpack_tokens",
-]
-
 _MAGIC = b"LLAMADKV"
 _VERSION = 1
 _FIELDS = struct.Struct("<8sI32sQQ")

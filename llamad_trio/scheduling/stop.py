@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["StopMatcher"]
-
 
 class _Sequence:
     """One stop sequence and how much of it the text's end matches (Knuth-Morris-Pratt)."""

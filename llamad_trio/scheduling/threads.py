@@ -15,8 +15,6 @@ from collections import deque
 
 import attrs
 
-__all__ = ["ComputeThreads", "ThreadGovernor"]
-
 WAITING = 0.1
 """Share of the time without a core that suggests fewer threads: under 0.05 on a quiet machine,
 0.26 and more beside a busy process."""

@@ -8,8 +8,6 @@ import attrs
 
 from llamad_trio.scheduling.runtime import Runtime
 
-__all__ = ["Scoring", "tokens_of_prompt", "without_sentinel"]
-
 
 @attrs.frozen
 class Scoring:

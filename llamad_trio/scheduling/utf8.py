@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import codecs
 
-__all__ = ["Utf8Assembler"]
-
 
 class Utf8Assembler:
     """Joins byte pieces into whole characters.

@@ -11,8 +11,6 @@ from llamad_trio.core.limits import Limits
 from llamad_trio.system.nursery import unlimited
 from llamad_trio.wire.lines import LineBuffer, LineTooLong
 
-__all__ = ["Connection", "ReadTimeout", "RequestTooLarge"]
-
 CHUNK_BYTES = 64 * 1024
 
 LINGER_S = 1.0

@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from llamad_trio.engine.engine_like import EngineLike
     from llamad_trio.watch.prometheus import EngineMetrics
 
-__all__ = ["serve_listener", "serve_unix"]
-
 logger = logging.getLogger("llamad_trio")
 
 LONG_LINE_BYTES = 16 * 1024

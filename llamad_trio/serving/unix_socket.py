@@ -24,8 +24,6 @@ import trio
 from llamad_trio.core.errors import SocketUnavailable
 from llamad_trio.system.nursery import open_plain_nursery
 
-__all__ = ["HangupWatcher", "claimed", "listening", "open_hangup_watcher", "peer_is_trusted"]
-
 logger = logging.getLogger("llamad_trio")
 
 BACKLOG = 1024

@@ -11,8 +11,6 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.memory import check_budget, estimate_memory, total_memory
 
-__all__ = ["Budget"]
-
 AUTO_SHARE = 0.8
 """What is left is for the program itself, and for what the estimate does not see."""
 

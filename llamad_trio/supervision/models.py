@@ -29,8 +29,6 @@ from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, unlimi
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 from llamad_trio.watch.freshness import refresh_if_possible
 
-__all__ = ["Model", "Models", "open_models"]
-
 T = TypeVar("T")
 
 Opener = Callable[[str, EngineSpec, Broadcast], AbstractAsyncContextManager[EngineLike]]

@@ -34,8 +34,6 @@ from llamad_trio.watch.broadcast import Broadcast
 if TYPE_CHECKING:
     from llamad_trio.engine.engine_like import EngineLike
 
-__all__ = ["ModelState", "Supervisor"]
-
 logger = logging.getLogger("llamad_trio")
 
 ModelState = Literal["unloaded", "loading", "ready", "backing off", "failed"]

@@ -6,8 +6,6 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["cpu_quota", "physical_cores"]
-
 CPUS = Path("/sys/devices/system/cpu")
 CGROUP = Path("/sys/fs/cgroup")
 

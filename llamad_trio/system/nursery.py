@@ -12,17 +12,6 @@ import trio
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-__all__ = [
-    "TaskStatus",
-    "ends_in_order",
-    "holds_cancelled",
-    "open_plain_nursery",
-    "run_all",
-    "shielded",
-    "uninterrupted",
-    "unlimited",
-]
-
 ends_in_order = trio.lowlevel.enable_ki_protection
 """For the tasks of an engine, and for what opens and closes it: Ctrl-C strikes the program's own
 task where it waits, which then ends them, and not one of them in the middle of its books."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["has_interpreter", "python_command", "python_environment"]
-
 
 def has_interpreter() -> bool:
     """Whether there is a Python to start: a frozen program would start itself again."""

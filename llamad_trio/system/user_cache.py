@@ -6,8 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["replace_text", "user_cache"]
-
 
 def user_cache() -> Path | None:
     """The folder for this library in the user's cache; it may not exist yet.

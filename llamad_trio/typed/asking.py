@@ -10,8 +10,6 @@ from llamad_trio.core.request import Request
 from llamad_trio.typed.structure import describe as description_of
 from llamad_trio.typed.structure import schema_of, structure
 
-__all__ = ["typed_request", "with_value"]
-
 
 def typed_request(request: Request, kind: object, *, describe: bool) -> Request:
     """The request, constrained to JSON of a type.

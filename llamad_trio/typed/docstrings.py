@@ -13,8 +13,6 @@ from itertools import pairwise
 
 import attrs
 
-__all__ = ["Documentation", "read_docstring"]
-
 _TITLES = r"(?:Args|Arguments|Parameters|Params|Keyword Args|Other Parameters|Attributes|Fields)"
 _GOOGLE_TITLE = re.compile(rf"{_TITLES}:\s*")
 _NUMPY_TITLE = re.compile(rf"{_TITLES}\s*")

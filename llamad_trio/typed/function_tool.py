@@ -19,8 +19,6 @@ from llamad_trio.typed.members import Member, peel, resolved_hints
 from llamad_trio.typed.schema import schema_of_members
 from llamad_trio.typed.structure import structure
 
-__all__ = ["call_arguments", "tool_from"]
-
 _VARIADIC = frozenset({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 

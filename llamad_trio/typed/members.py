@@ -26,23 +26,6 @@ import typing_extensions
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.typed.docstrings import Documentation, read_docstring
 
-__all__ = [
-    "ARRAYS",
-    "Member",
-    "Members",
-    "Peeled",
-    "Sort",
-    "alias_value",
-    "alternatives",
-    "cached_by_type",
-    "literal_values",
-    "members_of",
-    "peel",
-    "resolved_hints",
-    "sort_of",
-    "type_name",
-]
-
 T = TypeVar("T")
 
 _CACHED_TYPES = 256

@@ -35,8 +35,6 @@ from llamad_trio.typed.members import (
     type_name,
 )
 
-__all__ = ["WRITTEN_AS", "reference", "schema_of", "schema_of_members"]
-
 Schema = dict[str, Any]
 
 _CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"

@@ -17,8 +17,6 @@ from typing import Any, cast
 
 from llamad_trio.typed.schema import WRITTEN_AS, reference, schema_of
 
-__all__ = ["describe"]
-
 Schema = Mapping[str, Any]
 
 

@@ -18,8 +18,6 @@ import trio.abc
 from llamad_trio.core.engine_events import EngineEvent, Lagged
 from llamad_trio.system.nursery import run_all
 
-__all__ = ["Broadcast", "EventReader", "Source", "check_max_events"]
-
 ATTACH_S = 5.0
 """How long a reader waits for its sources: one that does not answer is not to hold up the rest."""
 

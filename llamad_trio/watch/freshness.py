@@ -15,8 +15,6 @@ import trio
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.info import EngineStats
 
-__all__ = ["REFRESH_S", "refresh_all", "refresh_if_possible"]
-
 REFRESH_S = 1.0
 """How long an engine has to answer, in seconds."""
 

@@ -34,8 +34,6 @@ from llamad_trio.core.errors import LlamadError
 from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 
-__all__ = ["DEFAULT_EVENTS", "JsonFormatter", "as_fields", "log_events"]
-
 Field = str | int | float | bool | None
 
 DEFAULT_EVENTS: Collection[type[EngineEvent]] = (

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["EngineTelemetry"]
-
 PROVIDER = "llamad_trio"
 
 OPERATIONS = {"chat": "chat", "completion": "text_completion"}

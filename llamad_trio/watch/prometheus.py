@@ -37,8 +37,6 @@ from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 from llamad_trio.watch.freshness import refresh_all
 
-__all__ = ["CONTENT_TYPE", "EngineMetrics"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The `Content-Type` of what `EngineMetrics.scrape` gives."""
 

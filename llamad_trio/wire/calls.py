@@ -13,26 +13,6 @@ from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import structure, unstructure
 from llamad_trio.wire.strict_json import decode_object
 
-__all__ = [
-    "Call",
-    "CallId",
-    "Cancel",
-    "Choose",
-    "CountTokens",
-    "Detokenize",
-    "Events",
-    "Generate",
-    "Metrics",
-    "Models",
-    "Ping",
-    "Render",
-    "Score",
-    "Stats",
-    "Tokenize",
-    "decode_call",
-    "encode_call",
-]
-
 CallId = str | int
 
 MAX_ID_CHARS = 128

@@ -17,8 +17,6 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["register", "structure", "structure_known", "unstructure"]
-
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
 

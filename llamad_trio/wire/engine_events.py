@@ -16,8 +16,6 @@ from llamad_trio.wire.calls import CallId
 from llamad_trio.wire.converter import register, structure_known, unstructure
 from llamad_trio.wire.errors import error_from, error_reply
 
-__all__ = ["call_id", "engine_event_from", "engine_event_reply"]
-
 call_id: ContextVar[CallId | None] = ContextVar("llamad_trio call id", default=None)
 """The `id` of the call that a task answers: events tell it of the requests it makes."""
 

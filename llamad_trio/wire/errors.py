@@ -17,8 +17,6 @@ from llamad_trio.core.errors import (
 )
 from llamad_trio.wire.converter import structure_known, unstructure
 
-__all__ = ["CLOSING", "error_from", "error_reply", "error_text"]
-
 logger = logging.getLogger("llamad_trio")
 
 CLOSING = "inference: the daemon is stopping"

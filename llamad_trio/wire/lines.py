@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LineBuffer", "LineTooLong"]
-
 
 class LineTooLong(Exception):
     """A line is longer than it may be."""

@@ -15,8 +15,6 @@ from llamad_trio.core.events import (
 from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import structure, structure_known, unstructure
 
-__all__ = ["completion_from", "completion_reply", "event_from", "event_reply"]
-
 
 def completion_reply(completion: Completion, *, is_original: bool) -> dict[str, object]:
     """The end of a completion; an original one has three keys."""

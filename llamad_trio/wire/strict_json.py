@@ -11,8 +11,6 @@ import msgspec
 
 from llamad_trio.core.errors import ProtocolError
 
-__all__ = ["decode_object", "encode_line"]
-
 
 def decode_object(line: bytes) -> dict[str, object]:
     """A line as a JSON object.

@@ -13,8 +13,6 @@ from llamad_trio.chat.tools.scan import CallSink
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["Marker", "ToolFormat"]
-
 Marker = Callable[[str], str]
 """Gives a marker's text as a Lark expression.
 

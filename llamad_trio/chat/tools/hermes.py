@@ -16,8 +16,6 @@ from llamad_trio.chat.tools.writing import json_text
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["Hermes"]
-
 # Other families put XML or YAML between the same tags.  What stands between tag and brace is
 # the template's own quoting.
 _IN_TEMPLATE = re.compile(r"""<tool_call>(?:\\n|[\s"'{}+~-])*\{\\?"name\\?":""")

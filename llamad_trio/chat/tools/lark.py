@@ -9,17 +9,6 @@ from llamad_trio.constraints.constraint import JSON_STYLE
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import JsonObject, Tool
 
-__all__ = [
-    "TEXT",
-    "Grammar",
-    "arguments_schema",
-    "call_object",
-    "chosen",
-    "json_expr",
-    "one_of",
-    "quoted",
-]
-
 TEXT = "TEXT"
 """The terminal of free text: anything but control tokens."""
 

@@ -17,8 +17,6 @@ from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["Lfm2"]
-
 _START, _END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 # Liquid's templates differ in what they mark; the newest name no marker of a call.

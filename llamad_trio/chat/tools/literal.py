@@ -14,8 +14,6 @@ from typing import TypeAlias, TypeVar
 
 import attrs
 
-__all__ = ["JSON", "PYTHON", "WHITESPACE", "Dialect", "Malformed", "Scan", "literal", "skip_space"]
-
 T = TypeVar("T")
 
 Scan: TypeAlias = Generator[None, str, T]

@@ -16,8 +16,6 @@ from llamad_trio.chat.tools.writing import json_text
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["Llama3"]
-
 _IN_TEMPLATE = re.compile(
     r"""\{"name": (?:function name|" ?' ?\+).{0,80}?"parameters": """, re.DOTALL
 )

@@ -24,8 +24,6 @@ from llamad_trio.chat.tools.writing import json_text
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-__all__ = ["Mistral"]
-
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 _NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]")

@@ -17,8 +17,6 @@ from llamad_trio.chat.tools.writing import json_text, python_text
 from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.tools import JsonObject
 
-__all__ = ["PythonSchema"]
-
 _SAYS_NOTHING = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$schema"}
 )

@@ -8,17 +8,6 @@ import attrs
 
 from llamad_trio.chat.tools.literal import JSON, Malformed, Scan, literal, skip_space
 
-__all__ = [
-    "CallArguments",
-    "CallEnd",
-    "CallPart",
-    "CallSink",
-    "CallStart",
-    "expect",
-    "expect_after_space",
-    "json_call",
-]
-
 
 @attrs.frozen
 class CallStart:

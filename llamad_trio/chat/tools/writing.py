@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-__all__ = ["json_text", "python_text"]
-
 
 def json_text(value: object) -> str:
     """Return JSON in the style of `json.dumps`, with Unicode as it is."""
