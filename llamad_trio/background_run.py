@@ -466,7 +466,7 @@ def _another(error: BaseException) -> BaseException:
 
 
 def _seconds(timeout: object) -> float:
-    seconds = number("timeout", nan, 0.0, sys.float_info.max)(timeout)
+    seconds = number(nan, 0.0, sys.float_info.max)(timeout, "timeout")
     if isnan(seconds):
         raise ProtocolError("timeout must be a number, not NaN")
     return seconds

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from os import PathLike
+from typing import Any, Literal, TypedDict, get_args
 
 import attrs
 
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import (
-    CONVERT,
     apply_converters,
     boolean,
+    checked,
     number,
+    one_of,
     optional,
+    typed_init,
     whole_number,
 )
 from llamad_trio.core.request import MAX_INT
@@ -36,31 +39,19 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 
-def _one_of(name: str, *choices: str) -> Callable[[object], str | None]:
-    def convert(value: object) -> str | None:
-        if value is None or (isinstance(value, str) and value in choices):
-            return value
-        raise ProtocolError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-    return convert
-
-
-def _shares(value: object) -> tuple[float, ...]:
+def _shares(value: object, name: str) -> tuple[float, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ProtocolError(f"tensor_split must be numbers, not {type(value).__name__}")
-    share = number("tensor_split", 0.0, 0.0, 1e6)
-    return tuple(share(item) for item in value)
+        raise ProtocolError(f"{name} must be numbers, not {type(value).__name__}")
+    return tuple(number(0.0, 0.0, 1e6)(item, name) for item in value)
 
 
-def _directory(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike):
-        raise ProtocolError(f"prompt_cache_dir must be a path, not {type(value).__name__}")
+def _directory(value: object, name: str) -> str:
+    if not isinstance(value, str | PathLike):
+        raise ProtocolError(f"{name} must be a path, not {type(value).__name__}")
     return os.fsdecode(value)
 
 
-def _lane(value: object) -> LaneLike | Literal["own"] | None:
+def _lane(value: object, _name: str) -> LaneLike | Literal["own"] | None:
     if isinstance(value, LaneLike):
         return value
     if value is None or value == "own":
@@ -68,6 +59,7 @@ def _lane(value: object) -> LaneLike | Literal["own"] | None:
     raise ProtocolError(f'lane must be a Lane, "own" or None, not {value!r}')
 
 
+@typed_init
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class EngineConfig:
     """Settings of one engine.  Frozen; numbers out of range are clamped.
@@ -106,69 +98,51 @@ class EngineConfig:
         ProtocolError: a field has the wrong type.
     """
 
-    n_slots: int = attrs.field(default=4, metadata={CONVERT: whole_number("n_slots", 1, MAX_SLOTS)})
+    n_slots: int = attrs.field(default=4, metadata=checked(whole_number(1, MAX_SLOTS)))
     n_ctx: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("n_ctx", 1, MAX_N_CTX))}
+        default=None, metadata=checked(optional(whole_number(1, MAX_N_CTX)))
     )
     n_threads: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("n_threads", 1, MAX_THREADS))}
+        default=None, metadata=checked(optional(whole_number(1, MAX_THREADS)))
     )
     n_threads_batch: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("n_threads_batch", 1, MAX_THREADS))}
+        default=None, metadata=checked(optional(whole_number(1, MAX_THREADS)))
     )
-    adaptive_threads: bool = attrs.field(
-        default=True, metadata={CONVERT: boolean("adaptive_threads")}
-    )
-    kv_cache: bool = attrs.field(default=True, metadata={CONVERT: boolean("kv_cache")})
-    n_batch: int = attrs.field(
-        default=512, metadata={CONVERT: whole_number("n_batch", 1, MAX_N_CTX)}
-    )
+    adaptive_threads: bool = attrs.field(default=True, metadata=checked(boolean))
+    kv_cache: bool = attrs.field(default=True, metadata=checked(boolean))
+    n_batch: int = attrs.field(default=512, metadata=checked(whole_number(1, MAX_N_CTX)))
     max_queue: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("max_queue", 0, MAX_INT))}
+        default=None, metadata=checked(optional(whole_number(0, MAX_INT)))
     )
-    step_target_s: float = attrs.field(
-        default=0.1, metadata={CONVERT: number("step_target_s", 0.1, 0.001, 60.0)}
-    )
+    step_target_s: float = attrs.field(default=0.1, metadata=checked(number(0.1, 0.001, 60.0)))
     prompt_cache_ram_bytes: int = attrs.field(
-        default=0, metadata={CONVERT: whole_number("prompt_cache_ram_bytes", 0, MAX_BYTES)}
+        default=0, metadata=checked(whole_number(0, MAX_BYTES))
     )
-    prompt_cache_dir: str | None = attrs.field(default=None, metadata={CONVERT: _directory})
+    prompt_cache_dir: str | None = attrs.field(default=None, metadata=checked(optional(_directory)))
     prompt_cache_disk_bytes: int = attrs.field(
-        default=0, metadata={CONVERT: whole_number("prompt_cache_disk_bytes", 0, MAX_BYTES)}
+        default=0, metadata=checked(whole_number(0, MAX_BYTES))
     )
-    lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata={CONVERT: _lane})
-    weight: int = attrs.field(default=1, metadata={CONVERT: whole_number("weight", 1, 100)})
-    preflight: bool = attrs.field(default=True, metadata={CONVERT: boolean("preflight")})
-    use_extra_bufts: bool | None = attrs.field(
-        default=None, metadata={CONVERT: optional(boolean("use_extra_bufts"))}
-    )
-    n_gpu_layers: int = attrs.field(
-        default=0, metadata={CONVERT: whole_number("n_gpu_layers", -1, MAX_INT)}
-    )
+    lane: LaneLike | Literal["own"] | None = attrs.field(default=None, metadata=checked(_lane))
+    weight: int = attrs.field(default=1, metadata=checked(whole_number(1, 100)))
+    preflight: bool = attrs.field(default=True, metadata=checked(boolean))
+    use_extra_bufts: bool | None = attrs.field(default=None, metadata=checked(optional(boolean)))
+    n_gpu_layers: int = attrs.field(default=0, metadata=checked(whole_number(-1, MAX_INT)))
     split_mode: SplitMode | None = attrs.field(
-        default=None, metadata={CONVERT: _one_of("split_mode", "none", "layer", "row")}
+        default=None, metadata=checked(optional(one_of("none", "layer", "row")))
     )
-    main_gpu: int = attrs.field(default=0, metadata={CONVERT: whole_number("main_gpu", 0, 255)})
-    tensor_split: tuple[float, ...] = attrs.field(default=(), metadata={CONVERT: _shares})
-    use_mmap: bool | None = attrs.field(
-        default=None, metadata={CONVERT: optional(boolean("use_mmap"))}
-    )
-    use_mlock: bool = attrs.field(default=False, metadata={CONVERT: boolean("use_mlock")})
-    flash_attn: bool | None = attrs.field(
-        default=None, metadata={CONVERT: optional(boolean("flash_attn"))}
-    )
+    main_gpu: int = attrs.field(default=0, metadata=checked(whole_number(0, 255)))
+    tensor_split: tuple[float, ...] = attrs.field(default=(), metadata=checked(_shares))
+    use_mmap: bool | None = attrs.field(default=None, metadata=checked(optional(boolean)))
+    use_mlock: bool = attrs.field(default=False, metadata=checked(boolean))
+    flash_attn: bool | None = attrs.field(default=None, metadata=checked(optional(boolean)))
     type_k: KVType | None = attrs.field(
-        default=None, metadata={CONVERT: _one_of("type_k", *get_args(KVType))}
+        default=None, metadata=checked(optional(one_of(*get_args(KVType))))
     )
     type_v: KVType | None = attrs.field(
-        default=None, metadata={CONVERT: _one_of("type_v", *get_args(KVType))}
+        default=None, metadata=checked(optional(one_of(*get_args(KVType))))
     )
-    rope_freq_base: float = attrs.field(
-        default=0.0, metadata={CONVERT: number("rope_freq_base", 0.0, 0.0, 1e12)}
-    )
-    rope_freq_scale: float = attrs.field(
-        default=0.0, metadata={CONVERT: number("rope_freq_scale", 0.0, 0.0, 1e6)}
-    )
+    rope_freq_base: float = attrs.field(default=0.0, metadata=checked(number(0.0, 0.0, 1e12)))
+    rope_freq_scale: float = attrs.field(default=0.0, metadata=checked(number(0.0, 0.0, 1e6)))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> EngineConfig:
@@ -222,6 +196,38 @@ class EngineConfig:
             n_threads_batch=self.n_threads_batch or n_cores,
             n_batch=max(self.n_batch, n_slots),
         )
+
+
+class ConfigFields(TypedDict, total=False):
+    """The fields of an `EngineConfig`, for type checkers and editors: see `RequestFields`."""
+
+    n_slots: int
+    n_ctx: int | None
+    n_threads: int | None
+    n_threads_batch: int | None
+    adaptive_threads: bool
+    kv_cache: bool
+    n_batch: int
+    max_queue: int | None
+    step_target_s: float
+    prompt_cache_ram_bytes: int
+    prompt_cache_dir: str | PathLike[str] | None
+    prompt_cache_disk_bytes: int
+    lane: LaneLike | Literal["own"] | None
+    weight: int
+    preflight: bool
+    use_extra_bufts: bool | None
+    n_gpu_layers: int
+    split_mode: SplitMode | None
+    main_gpu: int
+    tensor_split: Sequence[float]
+    use_mmap: bool | None
+    use_mlock: bool
+    flash_attn: bool | None
+    type_k: KVType | None
+    type_v: KVType | None
+    rope_freq_base: float
+    rope_freq_scale: float
 
 
 def _parse_int(text: str) -> int | None:

@@ -58,7 +58,7 @@ class EngineSpec:
         if isolation not in (None, "process"):
             raise ProtocolError(f'isolation must be "process" or None, not {isolation!r}')
         if unload_after_s is not None:
-            unload_after_s = number("unload_after_s", YEAR_S, 0.0, YEAR_S)(unload_after_s)
+            unload_after_s = number(YEAR_S, 0.0, YEAR_S)(unload_after_s, "unload_after_s")
         whole = EngineConfig.merged(config, overrides)
         init = self.__attrs_init__  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
         init(fsdecode(model), whole, load, unload_after_s, isolation)

@@ -1,4 +1,4 @@
-"""Converters for the fields of `Request` and `EngineConfig`.
+"""Converters for the fields of `Request`, `EngineConfig` and their kin.
 
 The rule of the whole library: a number out of range is clamped, NaN becomes the
 default, and a wrong *type* is an error (`ProtocolError`).  `bool` is not a number.
@@ -7,7 +7,7 @@ default, and a wrong *type* is an error (`ProtocolError`).  `bool` is not a numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -15,9 +15,17 @@ import attrs
 from llamad_trio.core.errors import ProtocolError
 
 T = TypeVar("T")
+ClassT = TypeVar("ClassT", bound=type[Any])
 
-CONVERT = "llamad_trio.convert"
-"""Key of a field's metadata under which its converter stands."""
+Convert = Callable[[object, str], T]
+"""Makes a value of a caller's into one of ours.  The text is what errors call it."""
+
+_CONVERT = "llamad_trio.convert"
+
+
+def checked(convert: Convert[Any]) -> Mapping[str, Convert[Any]]:
+    """The metadata of an attrs field that has a converter: see `apply_converters`."""
+    return {_CONVERT: convert}
 
 
 def apply_converters(_cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
@@ -27,15 +35,31 @@ def apply_converters(_cls: type, fields: list[attrs.Attribute[Any]]) -> list[att
     caller's mistake would be found at run time only.
     """
     return [
-        field.evolve(converter=field.metadata[CONVERT]) if CONVERT in field.metadata else field
+        field.evolve(converter=_named(field.metadata[_CONVERT], field.name))
+        if _CONVERT in field.metadata
+        else field
         for field in fields
     ]
 
 
-def whole_number(name: str, low: int, high: int) -> Callable[[object], int]:
+def _named(convert: Convert[T], name: str) -> Callable[[object], T]:
+    return lambda value: convert(value, name)
+
+
+def typed_init(cls: ClassT) -> ClassT:
+    """A decorator of attrs classes: `help` tells the types of their arguments.
+
+    attrs leaves out those of fields with a converter.
+    """
+    init = cls.__init__ if "__init__" in vars(cls) else cls.__attrs_init__
+    init.__annotations__ |= {f.name: f.type for f in attrs.fields(cls) if f.init}
+    return cls
+
+
+def whole_number(low: int, high: int) -> Convert[int]:
     """A converter to an `int` clamped to `low`..`high`."""
 
-    def convert(value: object) -> int:
+    def convert(value: object, name: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ProtocolError(f"{name} must be an integer, not {type(value).__name__}")
         return min(max(value, low), high)
@@ -43,10 +67,10 @@ def whole_number(name: str, low: int, high: int) -> Callable[[object], int]:
     return convert
 
 
-def number(name: str, default: float, low: float, high: float) -> Callable[[object], float]:
+def number(default: float, low: float, high: float) -> Convert[float]:
     """A converter to a `float` clamped to `low`..`high`; NaN becomes `default`."""
 
-    def convert(value: object) -> float:
+    def convert(value: object, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ProtocolError(f"{name} must be a number, not {type(value).__name__}")
         if isinstance(value, float) and math.isnan(value):
@@ -57,38 +81,37 @@ def number(name: str, default: float, low: float, high: float) -> Callable[[obje
     return convert
 
 
-def boolean(name: str) -> Callable[[object], bool]:
+def boolean(value: object, name: str) -> bool:
     """A converter that accepts only `True` and `False`."""
-
-    def convert(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ProtocolError(f"{name} must be true or false, not {type(value).__name__}")
-        return value
-
-    return convert
+    if not isinstance(value, bool):
+        raise ProtocolError(f"{name} must be true or false, not {type(value).__name__}")
+    return value
 
 
-def text(name: str) -> Callable[[object], str]:
+def text(value: object, name: str) -> str:
     """A converter to text that llama.cpp can take: no NUL, no lone surrogate."""
+    if not isinstance(value, str):
+        raise ProtocolError(f"{name} must be text, not {type(value).__name__}")
+    if "\0" in value:
+        raise ProtocolError(f"{name} contains a NUL byte")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ProtocolError(f"{name} contains a lone surrogate") from None
+    return value
 
-    def convert(value: object) -> str:
-        if not isinstance(value, str):
-            raise ProtocolError(f"{name} must be text, not {type(value).__name__}")
-        if "\0" in value:
-            raise ProtocolError(f"{name} contains a NUL byte")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ProtocolError(f"{name} contains a lone surrogate") from None
+
+def one_of(*choices: str) -> Convert[str]:
+    """A converter that accepts only these texts."""
+
+    def convert(value: object, name: str) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ProtocolError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         return value
 
     return convert
 
 
-def optional(convert: Callable[[object], T]) -> Callable[[object], T | None]:
+def optional(convert: Convert[T]) -> Convert[T | None]:
     """`convert`, but `None` stays `None`."""
-
-    def convert_optional(value: object) -> T | None:
-        return None if value is None else convert(value)
-
-    return convert_optional
+    return lambda value, name: None if value is None else convert(value, name)

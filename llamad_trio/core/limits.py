@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from llamad_trio.core.fields import CONVERT, apply_converters, number, whole_number
+from llamad_trio.core.fields import apply_converters, checked, number, typed_init, whole_number
 
 MIB = 1024 * 1024
 DAY_S = 86_400.0
 
 
+@typed_init
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class Limits:
     """Limits of one daemon.  Frozen; numbers out of range are clamped.
@@ -26,14 +27,12 @@ class Limits:
     """
 
     max_request_bytes: int = attrs.field(
-        default=MIB, metadata={CONVERT: whole_number("max_request_bytes", 64, 1024 * MIB)}
+        default=MIB, metadata=checked(whole_number(64, 1024 * MIB))
     )
     request_timeout_s: float = attrs.field(
-        default=30.0, metadata={CONVERT: number("request_timeout_s", 30.0, 0.001, DAY_S)}
+        default=30.0, metadata=checked(number(30.0, 0.001, DAY_S))
     )
     stream_timeout_s: float = attrs.field(
-        default=60.0, metadata={CONVERT: number("stream_timeout_s", 60.0, 0.001, DAY_S)}
+        default=60.0, metadata=checked(number(60.0, 0.001, DAY_S))
     )
-    max_connections: int = attrs.field(
-        default=256, metadata={CONVERT: whole_number("max_connections", 1, 65_536)}
-    )
+    max_connections: int = attrs.field(default=256, metadata=checked(whole_number(1, 65_536)))

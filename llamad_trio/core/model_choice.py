@@ -19,7 +19,7 @@ def pick_model(name: str | None, known: Collection[str], default: str | None) ->
     Raises:
         ProtocolError: there is no such model, or none at all, or the name is no text.
     """
-    name = optional(text("model"))(name)
+    name = optional(text)(name, "model")
     if name is None:
         name = default if default in known else next(iter(known), None)
     if name is None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar, cast
 
 import attrs
 
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import (
-    CONVERT,
+    Convert,
     apply_converters,
     boolean,
+    checked,
     number,
     optional,
     text,
+    typed_init,
     whole_number,
 )
 from llamad_trio.core.tools import JsonObject, Tool, ToolCall, ToolChoice, json_object
@@ -39,23 +41,28 @@ MAX_STOPS = 256
 """Each generated character is matched against every stop string."""
 
 
-def _role(value: object) -> str:
+def _role(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise ProtocolError(f"role must be text, not {type(value).__name__}")
+        raise ProtocolError(f"{name} must be text, not {type(value).__name__}")
     if value not in ROLES:
         raise ProtocolError(f"unknown role {value!r}; known are {', '.join(sorted(ROLES))}")
     return value
 
 
-def _many(name: str, kind: type[T]) -> Callable[[object], tuple[T, ...]]:
-    def convert(value: object) -> tuple[T, ...]:
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-            raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
-        items = tuple(value)
+def _items(value: object, name: str, of: str = "") -> tuple[object, ...]:
+    """What a list holds; what is a list to Python, and yet none, is refused."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ProtocolError(f"{name} must be a list{of}, not {type(value).__name__}")
+    return tuple(value)
+
+
+def _many(kind: type[T]) -> Convert[tuple[T, ...]]:
+    def convert(value: object, name: str) -> tuple[T, ...]:
+        items = _items(value, name)
         for item in items:
             if not isinstance(item, kind):
                 raise ProtocolError(f"{name} must hold {kind.__name__}, not {type(item).__name__}")
-        return items
+        return cast("tuple[T, ...]", items)
 
     return convert
 
@@ -69,6 +76,7 @@ _ROLES_OF = {
 """The fields that only some roles have."""
 
 
+@typed_init
 @attrs.frozen(field_transformer=apply_converters)
 class Message:
     """One turn of a conversation.
@@ -86,19 +94,17 @@ class Message:
             that the role cannot have.
     """
 
-    role: str = attrs.field(metadata={CONVERT: _role})
-    content: str = attrs.field(default="", metadata={CONVERT: text("content")})
+    role: str = attrs.field(metadata=checked(_role))
+    content: str = attrs.field(default="", metadata=checked(text))
     tool_calls: Sequence[ToolCall] = attrs.field(
-        default=(), kw_only=True, metadata={CONVERT: _many("tool_calls", ToolCall)}
+        default=(), kw_only=True, metadata=checked(_many(ToolCall))
     )
     tool_call_id: str | None = attrs.field(
-        default=None, kw_only=True, metadata={CONVERT: optional(text("tool_call_id"))}
+        default=None, kw_only=True, metadata=checked(optional(text))
     )
-    name: str | None = attrs.field(
-        default=None, kw_only=True, metadata={CONVERT: optional(text("name"))}
-    )
+    name: str | None = attrs.field(default=None, kw_only=True, metadata=checked(optional(text)))
     reasoning: str | None = attrs.field(
-        default=None, kw_only=True, metadata={CONVERT: optional(text("reasoning"))}
+        default=None, kw_only=True, metadata=checked(optional(text))
     )
 
     def __attrs_post_init__(self) -> None:
@@ -114,33 +120,28 @@ class Message:
         return sum(len(text or "") for text in texts) + calls
 
 
-def _prompt(value: object) -> str | tuple[int, ...] | None:
+def _prompt(value: object, name: str) -> str | tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        return text("prompt")(value)
+        return text(value, name)
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview):
-        raise ProtocolError(f"prompt must be text or token ids, not {type(value).__name__}")
+        raise ProtocolError(f"{name} must be text or token ids, not {type(value).__name__}")
     if any(isinstance(token, bool) or not isinstance(token, int) for token in value):
-        raise ProtocolError("prompt as a list must hold token ids (integers) only")
+        raise ProtocolError(f"{name} as a list must hold token ids (integers) only")
     return tuple(value)
 
 
-def _tools(value: object) -> tuple[Tool | Callable[..., object], ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ProtocolError(f"tools must be a list, not {type(value).__name__}")
-    tools = tuple(value)
+def _tools(value: object, name: str) -> tuple[Tool | Callable[..., object], ...]:
+    tools = _items(value, name)
     for tool in tools:
         if not isinstance(tool, Tool) and not callable(tool):
             raise ProtocolError(f"a tool must be a function or a Tool, not {type(tool).__name__}")
-    return tools
+    return cast("tuple[Tool | Callable[..., object], ...]", tools)
 
 
-def _stop(value: object) -> tuple[str, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ProtocolError(f"stop must be a list of texts, not {type(value).__name__}")
-    convert = text("stop")
-    stops = tuple(s for s in (convert(item) for item in value) if s)
+def _stop(value: object, name: str) -> tuple[str, ...]:
+    stops = tuple(s for s in (text(item, name) for item in _items(value, name, " of texts")) if s)
     if len(stops) > MAX_STOPS:
         raise ProtocolError(f"{len(stops)} stop strings, at most {MAX_STOPS} are allowed")
     if sum(map(len, stops)) > MAX_STOP_CHARS:
@@ -148,6 +149,7 @@ def _stop(value: object) -> tuple[str, ...]:
     return stops
 
 
+@typed_init
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class Request:
     """One completion to compute.  Frozen; vary it with `attrs.evolve`.
@@ -191,61 +193,41 @@ class Request:
         raw: use the prompt as it is, without the model's chat template.
     """
 
-    prompt: str | Sequence[int] | None = attrs.field(metadata={CONVERT: _prompt}, kw_only=False)
-    system: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("system"))})
-    history: Sequence[Message] = attrs.field(
-        default=(), metadata={CONVERT: _many("history", Message)}
-    )
-    max_tokens: int = attrs.field(
-        default=256, metadata={CONVERT: whole_number("max_tokens", 1, MAX_INT)}
-    )
-    temperature: float = attrs.field(
-        default=0.1, metadata={CONVERT: number("temperature", 0.1, 0.0, 2.0)}
-    )
-    top_k: int = attrs.field(default=50, metadata={CONVERT: whole_number("top_k", 0, MAX_INT)})
-    top_p: float = attrs.field(default=0.95, metadata={CONVERT: number("top_p", 0.95, 0.0, 1.0)})
-    min_p: float = attrs.field(default=0.0, metadata={CONVERT: number("min_p", 0.0, 0.0, 1.0)})
-    repeat_penalty: float = attrs.field(
-        default=1.05, metadata={CONVERT: number("repeat_penalty", 1.05, 0.0, 2.0)}
-    )
-    repeat_last_n: int = attrs.field(
-        default=-1, metadata={CONVERT: whole_number("repeat_last_n", -1, MAX_INT)}
-    )
-    presence_penalty: float = attrs.field(
-        default=0.0, metadata={CONVERT: number("presence_penalty", 0.0, -2.0, 2.0)}
-    )
-    frequency_penalty: float = attrs.field(
-        default=0.0, metadata={CONVERT: number("frequency_penalty", 0.0, -2.0, 2.0)}
-    )
+    prompt: str | Sequence[int] | None = attrs.field(metadata=checked(_prompt), kw_only=False)
+    system: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    history: Sequence[Message] = attrs.field(default=(), metadata=checked(_many(Message)))
+    max_tokens: int = attrs.field(default=256, metadata=checked(whole_number(1, MAX_INT)))
+    temperature: float = attrs.field(default=0.1, metadata=checked(number(0.1, 0.0, 2.0)))
+    top_k: int = attrs.field(default=50, metadata=checked(whole_number(0, MAX_INT)))
+    top_p: float = attrs.field(default=0.95, metadata=checked(number(0.95, 0.0, 1.0)))
+    min_p: float = attrs.field(default=0.0, metadata=checked(number(0.0, 0.0, 1.0)))
+    repeat_penalty: float = attrs.field(default=1.05, metadata=checked(number(1.05, 0.0, 2.0)))
+    repeat_last_n: int = attrs.field(default=-1, metadata=checked(whole_number(-1, MAX_INT)))
+    presence_penalty: float = attrs.field(default=0.0, metadata=checked(number(0.0, -2.0, 2.0)))
+    frequency_penalty: float = attrs.field(default=0.0, metadata=checked(number(0.0, -2.0, 2.0)))
     seed: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("seed", 0, 2**32 - 1))}
+        default=None, metadata=checked(optional(whole_number(0, 2**32 - 1)))
     )
-    stop: Sequence[str] = attrs.field(default=(), metadata={CONVERT: _stop})
+    stop: Sequence[str] = attrs.field(default=(), metadata=checked(_stop))
     json_schema: JsonObject | None = attrs.field(
-        default=None, hash=False, metadata={CONVERT: optional(json_object("json_schema"))}
+        default=None, hash=False, metadata=checked(optional(json_object))
     )
-    regex: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("regex"))})
-    lark: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("lark"))})
-    grammar: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("grammar"))})
-    grammar_root: str = attrs.field(default="root", metadata={CONVERT: text("grammar_root")})
+    regex: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    lark: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    grammar: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    grammar_root: str = attrs.field(default="root", metadata=checked(text))
     tools: Sequence[Tool | Callable[..., object]] = attrs.field(
-        default=(), metadata={CONVERT: _tools}
+        default=(), metadata=checked(_tools)
     )
-    tool_choice: ToolChoice = attrs.field(default="auto", metadata={CONVERT: text("tool_choice")})
-    parallel_tool_calls: bool = attrs.field(
-        default=True, metadata={CONVERT: boolean("parallel_tool_calls")}
-    )
-    tool_format: str | None = attrs.field(
-        default=None, metadata={CONVERT: optional(text("tool_format"))}
-    )
-    template_vars: JsonObject = attrs.field(
-        factory=dict, hash=False, metadata={CONVERT: json_object("template_vars")}
-    )
+    tool_choice: ToolChoice = attrs.field(default="auto", metadata=checked(text))
+    parallel_tool_calls: bool = attrs.field(default=True, metadata=checked(boolean))
+    tool_format: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    template_vars: JsonObject = attrs.field(factory=dict, hash=False, metadata=checked(json_object))
     logprobs: int | None = attrs.field(
-        default=None, metadata={CONVERT: optional(whole_number("logprobs", 0, MAX_LOGPROBS))}
+        default=None, metadata=checked(optional(whole_number(0, MAX_LOGPROBS)))
     )
-    session: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("session"))})
-    raw: bool = attrs.field(default=False, metadata={CONVERT: boolean("raw")})
+    session: str | None = attrs.field(default=None, metadata=checked(optional(text)))
+    raw: bool = attrs.field(default=False, metadata=checked(boolean))
 
     def __attrs_post_init__(self) -> None:
         if not self.uses_template and (self.system or self.history or self.template_vars):
@@ -298,3 +280,37 @@ class Request:
         tools = sum(tool.n_chars for tool in self.tools if isinstance(tool, Tool))
         prompt = len(self.prompt or "") + len(self.system or "")
         return prompt + history + constraint + variables + tools
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of a `Request` that can be given beside its prompt, for type checkers.
+
+    Of `max_token=3` or `temperature="hot"` they say that it is wrong, and editors complete.
+    """
+
+    system: str | None
+    history: Sequence[Message]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: Sequence[str]
+    json_schema: JsonObject | None
+    regex: str | None
+    lark: str | None
+    grammar: str | None
+    grammar_root: str
+    tools: Sequence[Tool | Callable[..., object]]
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool
+    tool_format: str | None
+    template_vars: JsonObject
+    logprobs: int | None
+    session: str | None
+    raw: bool

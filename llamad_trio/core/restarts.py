@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from llamad_trio.core.errors import Failure
-from llamad_trio.core.fields import CONVERT, apply_converters, number, whole_number
+from llamad_trio.core.fields import apply_converters, checked, number, typed_init, whole_number
 
 DAY_S = 86_400.0
 
 
+@typed_init
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
 class RestartPolicy:
     """How often a model that fails is opened again.  Frozen; numbers out of range are clamped.
@@ -30,19 +31,11 @@ class RestartPolicy:
         ProtocolError: a field has the wrong type.
     """
 
-    max_restarts: int = attrs.field(
-        default=5, metadata={CONVERT: whole_number("max_restarts", 0, 1_000_000)}
-    )
-    within_s: float = attrs.field(
-        default=60.0, metadata={CONVERT: number("within_s", 60.0, 0.0, 365 * DAY_S)}
-    )
-    first_delay_s: float = attrs.field(
-        default=0.1, metadata={CONVERT: number("first_delay_s", 0.1, 0.0, DAY_S)}
-    )
-    max_delay_s: float = attrs.field(
-        default=30.0, metadata={CONVERT: number("max_delay_s", 30.0, 0.0, DAY_S)}
-    )
-    jitter: float = attrs.field(default=0.2, metadata={CONVERT: number("jitter", 0.2, 0.0, 1.0)})
+    max_restarts: int = attrs.field(default=5, metadata=checked(whole_number(0, 1_000_000)))
+    within_s: float = attrs.field(default=60.0, metadata=checked(number(60.0, 0.0, 365 * DAY_S)))
+    first_delay_s: float = attrs.field(default=0.1, metadata=checked(number(0.1, 0.0, DAY_S)))
+    max_delay_s: float = attrs.field(default=30.0, metadata=checked(number(30.0, 0.0, DAY_S)))
+    jitter: float = attrs.field(default=0.2, metadata=checked(number(0.2, 0.0, 1.0)))
 
 
 class RestartBook:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import attrs
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import CONVERT, apply_converters, text
+from llamad_trio.core.fields import apply_converters, checked, text, typed_init
 
 JsonObject = Mapping[str, Any]
 """An object of JSON data, as `json.loads` gives it."""
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 """What every tool format can write without quoting, and no control token looks like."""
 
 
-def _name(value: object) -> str:
+def _name(value: object, _field: str) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ProtocolError(
             f"tool name {value!r} must be up to 64 letters, digits, '_', '.' or '-', "
@@ -35,23 +35,17 @@ def _name(value: object) -> str:
     return value
 
 
-def json_object(name: str) -> Callable[[object], JsonObject]:
+def json_object(value: object, name: str) -> JsonObject:
     """A converter to a copy of an object of JSON data, without text that llama.cpp cannot take."""
-
-    check = text(name)
-
-    def convert(value: object) -> JsonObject:
-        if not isinstance(value, Mapping):
-            raise ProtocolError(f"{name} must be an object, not {type(value).__name__}")
-        try:
-            copy: JsonObject = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"{name} is not JSON data: {error}") from None
-        for leaf in _texts(copy):
-            check(leaf)
-        return copy
-
-    return convert
+    if not isinstance(value, Mapping):
+        raise ProtocolError(f"{name} must be an object, not {type(value).__name__}")
+    try:
+        copy: JsonObject = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{name} is not JSON data: {error}") from None
+    for leaf in _texts(copy):
+        text(leaf, name)
+    return copy
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -68,6 +62,7 @@ def _texts(value: object) -> Iterator[str]:
                 rest += fields.values()
 
 
+@typed_init
 @attrs.frozen(field_transformer=apply_converters)
 class Tool:
     """Something a model may call.
@@ -82,9 +77,9 @@ class Tool:
         ProtocolError: a name that some format could not write, a schema that is no JSON.
     """
 
-    name: str = attrs.field(metadata={CONVERT: _name})
-    description: str = attrs.field(metadata={CONVERT: text("description")})
-    schema: JsonObject = attrs.field(hash=False, metadata={CONVERT: json_object("schema")})
+    name: str = attrs.field(metadata=checked(_name))
+    description: str = attrs.field(metadata=checked(text))
+    schema: JsonObject = attrs.field(hash=False, metadata=checked(json_object))
     function: Callable[..., object] | None = attrs.field(default=None, eq=False)
 
     @property
@@ -93,6 +88,7 @@ class Tool:
         return len(self.description) + len(str(self.schema))
 
 
+@typed_init
 @attrs.frozen(field_transformer=apply_converters)
 class ToolCall:
     """One call of a tool by the model.
@@ -106,6 +102,6 @@ class ToolCall:
         ProtocolError: a name no tool can have, arguments that are no JSON.
     """
 
-    id: str = attrs.field(metadata={CONVERT: text("id")})
-    name: str = attrs.field(metadata={CONVERT: _name})
-    arguments: JsonObject = attrs.field(hash=False, metadata={CONVERT: json_object("arguments")})
+    id: str = attrs.field(metadata=checked(text))
+    name: str = attrs.field(metadata=checked(_name))
+    arguments: JsonObject = attrs.field(hash=False, metadata=checked(json_object))

@@ -160,7 +160,7 @@ class _Table:
 
     def text(self, key: str, default: str = "") -> str:
         try:
-            return text(key)(self.values.get(key, default))
+            return text(self.values.get(key, default), key)
         except ProtocolError as error:
             raise self.error(key, error.reason) from error
 

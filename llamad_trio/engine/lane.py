@@ -97,7 +97,7 @@ class Lane:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads: int | None = optional(whole_number("threads", 1, MAX_THREADS))(threads)
+        self.threads: int | None = optional(whole_number(1, MAX_THREADS))(threads, "threads")
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         # Taken from the queue, but not yet begun.  Only the thread looks at it.
         self._waiting: deque[_Job[Any]] = deque()

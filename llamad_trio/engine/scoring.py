@@ -53,7 +53,7 @@ def checked_texts(name: str, texts: Sequence[str]) -> list[str]:
     """Texts as a list.  Raises `ProtocolError` if they are something else."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
-    return [text(name)(item) for item in texts]
+    return [text(item, name) for item in texts]
 
 
 _Scores: TypeAlias = dict[tuple[int, ...], float]

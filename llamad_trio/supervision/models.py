@@ -77,7 +77,7 @@ async def open_models(
             and cancels who waits for a model in there.
     """
     specs = _checked(specs)
-    default = optional(text("default"))(default)
+    default = optional(text)(default, "default")
     if default is not None and default not in specs:
         raise ProtocolError(f"the default model {default!r} is none of {', '.join(specs)}")
     if not isinstance(restart, RestartPolicy | None):
@@ -104,7 +104,7 @@ def _checked(specs: object) -> dict[str, EngineSpec]:
 
 
 def _check(name: object, spec: object) -> None:
-    text("the name of a model")(name)
+    text(name, "the name of a model")
     if not isinstance(spec, EngineSpec):
         raise ProtocolError(f"model {name!r} must be an EngineSpec, not {type(spec).__name__}")
 
@@ -358,7 +358,7 @@ class Models(Mapping[str, "Model"]):
 
     def _named(self, name: str) -> Model:
         """The model of that name: here `None` is not the default one."""
-        return self._asked(text("model")(name))
+        return self._asked(text(name, "model"))
 
 
 class Model:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import CONVERT, apply_converters, boolean, optional, text, whole_number
+from llamad_trio.core.fields import apply_converters, boolean, checked, optional, text, whole_number
 from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import structure, unstructure
 from llamad_trio.wire.strict_json import decode_object
@@ -28,7 +28,7 @@ ORIGINAL_FIELDS = frozenset(
 """A request of these alone is answered as the original llamad answers it, byte for byte."""
 
 
-def _id(value: object) -> CallId | None:
+def _id(value: object, _name: str) -> CallId | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     if not isinstance(value, str):
@@ -38,19 +38,15 @@ def _id(value: object) -> CallId | None:
     return value
 
 
-def _list(name: str) -> Callable[[object], tuple[object, ...]]:
+def _list(value: object, name: str) -> tuple[object, ...]:
     """A converter that looks at the list only; what is in it the engine checks."""
-
-    def convert(value: object) -> tuple[object, ...]:
-        if not isinstance(value, list | tuple):
-            raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
-        return tuple(value)
-
-    return convert
+    if not isinstance(value, list | tuple):
+        raise ProtocolError(f"{name} must be a list, not {type(value).__name__}")
+    return tuple(value)
 
 
-def _flag(name: str) -> Any:
-    return attrs.field(default=False, metadata={CONVERT: boolean(name)})
+def _flag() -> Any:
+    return attrs.field(default=False, metadata=checked(boolean))
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -65,9 +61,9 @@ class Call:
     """
 
     op: ClassVar[str | None] = None
-    id: CallId | None = attrs.field(default=None, metadata={CONVERT: _id})
-    keep: bool = _flag("keep")
-    model: str | None = attrs.field(default=None, metadata={CONVERT: optional(text("model"))})
+    id: CallId | None = attrs.field(default=None, metadata=checked(_id))
+    keep: bool = _flag()
+    model: str | None = attrs.field(default=None, metadata=checked(optional(text)))
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -83,9 +79,9 @@ class Generate(Call):
     """
 
     request: Request
-    stream: bool = _flag("stream")
-    events: bool = _flag("events")
-    with_stats: bool = _flag("with_stats")
+    stream: bool = _flag()
+    events: bool = _flag()
+    with_stats: bool = _flag()
     is_original: bool = False
 
 
@@ -122,9 +118,7 @@ class Events(Call):
     """What happens in a model from now on; `max_events` as for `Engine.events`."""
 
     op = "events"
-    max_events: int = attrs.field(
-        default=1024, metadata={CONVERT: whole_number("max_events", 1, 1_000_000)}
-    )
+    max_events: int = attrs.field(default=1024, metadata=checked(whole_number(1, 1_000_000)))
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -139,8 +133,8 @@ class Tokenize(Call):
     """Text to tokens; see `Engine.tokenize`."""
 
     op = "tokenize"
-    text: str = attrs.field(metadata={CONVERT: text("text")})
-    special: bool = _flag("special")
+    text: str = attrs.field(metadata=checked(text))
+    special: bool = _flag()
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -148,7 +142,7 @@ class Detokenize(Call):
     """Tokens to text; see `Engine.detokenize`."""
 
     op = "detokenize"
-    tokens: Sequence[int] = attrs.field(metadata={CONVERT: _list("tokens")})
+    tokens: Sequence[int] = attrs.field(metadata=checked(_list))
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -173,7 +167,7 @@ class Score(Call):
 
     op = "score"
     request: Request
-    continuations: Sequence[str] = attrs.field(metadata={CONVERT: _list("continuations")})
+    continuations: Sequence[str] = attrs.field(metadata=checked(_list))
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
@@ -182,7 +176,7 @@ class Choose(Call):
 
     op = "choose"
     request: Request
-    options: Sequence[str] = attrs.field(metadata={CONVERT: _list("options")})
+    options: Sequence[str] = attrs.field(metadata=checked(_list))
 
 
 _OPS: dict[str | None, type[Call]] = {
