@@ -77,7 +77,7 @@ async def worker(
         result: dict[str, object]
         try:
             review = (await eng.complete(text, into=Review, max_tokens=32, temperature=0)).value
-            result = {"number": number, "sentiment": review and review.sentiment}
+            result = {"number": number, "sentiment": review.sentiment}
         except OF_THE_DOCUMENT as error:
             result = {"number": number, "error": str(error)}
         results.write(json.dumps(result) + "\n")

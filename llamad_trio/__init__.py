@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from llamad_trio.core.request import Message, Request
     from llamad_trio.core.restarts import RestartPolicy
     from llamad_trio.core.tools import Tool, ToolCall
-    from llamad_trio.engine.engine import Engine, open_engine
+    from llamad_trio.engine.engine import Engine
     from llamad_trio.engine.engine_like import EngineLike
     from llamad_trio.engine.lane import Lane
     from llamad_trio.engine.session import (
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from llamad_trio.engine.stream import EventStream, TokenStream
     from llamad_trio.engine.tool_loop import ToolRun, run_tools
     from llamad_trio.memory import MemoryEstimate, estimate_memory
+    from llamad_trio.opening import open_engine
     from llamad_trio.remote.remote import RemoteEngine, connect, daemon_stats
     from llamad_trio.serving.listener import serve_unix
     from llamad_trio.supervision.models import Model, Models, open_models
@@ -221,7 +222,8 @@ _HOMES = {
     "core.tools": ("Tool", "ToolCall"),
     "serving.listener": ("serve_unix",),
     "core.limits": ("Limits",),
-    "engine.engine": ("Engine", "open_engine"),
+    "engine.engine": ("Engine",),
+    "opening": ("open_engine",),
     "engine.engine_like": ("EngineLike",),
     "core.info": ("DaemonStats", "EngineStats", "ModelInfo", "ModelStats"),
     "memory": ("MemoryEstimate", "estimate_memory"),

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from llamad_trio.background_run import (
     Answer,
@@ -34,18 +34,18 @@ from llamad_trio.background_run import (
     Opener,
     StreamCall,
     StreamHandle,
-    look,
+    stats_or_error,
 )
 from llamad_trio.core.completion import Choice, Completion
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.events import StreamEvent
 from llamad_trio.core.info import EngineStats
-from llamad_trio.core.request import Request
-from llamad_trio.engine.engine import as_request
-from llamad_trio.engine.engine import open_engine as open_in_trio
+from llamad_trio.core.request import Request, RequestFields
 from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.opening import open_engine as open_in_trio
 from llamad_trio.remote.remote import connect as connect_in_trio
+from llamad_trio.typed.asking import as_request
 
 __all__ = [
     "AsyncEngine",
@@ -66,7 +66,7 @@ def open_engine(
     *,
     isolation: Literal["process"] | None = None,
     on_load: Callable[[float], object] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[ConfigFields],
 ) -> AbstractAsyncContextManager[AsyncEngine]:
     """Load a model, and run its engine in a background thread inside the block.
 
@@ -140,27 +140,42 @@ class AsyncEngine(EngineHandle):
 
     @overload
     async def complete(
-        self, request: Request | str, *, into: type[T], describe: bool = False, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        into: type[T],
+        describe: bool = False,
+        **fields: Unpack[RequestFields],
     ) -> Completion[T]: ...
 
     @overload
     async def complete(
-        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        into: object = None,
+        describe: bool = False,
+        **fields: Unpack[RequestFields],
     ) -> Completion: ...
 
     async def complete(
-        self, request: Request | str, *, into: Any = None, describe: bool = False, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        into: Any = None,
+        describe: bool = False,
+        **fields: Unpack[RequestFields],
     ) -> Completion[Any]:
         """Compute a whole completion."""
         return await self._ask(
             lambda engine: engine.complete(request, into=into, describe=describe, **fields)
         )
 
-    async def complete_text(self, request: Request | str, **fields: Any) -> str:
+    async def complete_text(self, request: Request | str, **fields: Unpack[RequestFields]) -> str:
         """`complete`, but only its text."""
         return await self._ask(lambda engine: engine.complete_text(request, **fields))
 
-    def stream(self, request: Request | str, **fields: Any) -> AsyncTextStream:
+    def stream(self, request: Request | str, **fields: Unpack[RequestFields]) -> AsyncTextStream:
         """Compute a completion and receive its text as it comes.
 
         Nothing is submitted before the stream is entered or first read.
@@ -168,28 +183,32 @@ class AsyncEngine(EngineHandle):
         asked = as_request(request, fields)
         return AsyncTextStream(self, StreamCall(self._run, lambda engine: engine.stream(asked)))
 
-    def stream_events(self, request: Request | str, **fields: Any) -> AsyncStream[StreamEvent]:
+    def stream_events(
+        self, request: Request | str, **fields: Unpack[RequestFields]
+    ) -> AsyncStream[StreamEvent]:
         """As `stream`, with reasoning and tool calls: typed events, the last one `Done`."""
         asked = as_request(request, fields)
         return AsyncStream(self, StreamCall(self._run, lambda engine: engine.stream_events(asked)))
 
     async def score(
-        self, request: Request | str, continuations: Sequence[str], **fields: Any
+        self, request: Request | str, continuations: Sequence[str], **fields: Unpack[RequestFields]
     ) -> list[float]:
         """How likely each of several texts is to follow the prompt."""
         return await self._ask(lambda engine: engine.score(request, continuations, **fields))
 
-    async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
+    async def choose(
+        self, request: Request | str, options: Sequence[str], **fields: Unpack[RequestFields]
+    ) -> Choice:
         """Which of several texts is likeliest to follow the prompt."""
         return await self._ask(lambda engine: engine.choose(request, options, **fields))
 
     # -- text and tokens --------------------------------------------------------------------
 
-    async def render(self, request: Request | str, **fields: Any) -> str:
+    async def render(self, request: Request | str, **fields: Unpack[RequestFields]) -> str:
         """The prompt text a request comes to, its chat template applied."""
         return await self._ask(lambda engine: engine.render(request, **fields))
 
-    async def count_tokens(self, request: Request | str, **fields: Any) -> int:
+    async def count_tokens(self, request: Request | str, **fields: Unpack[RequestFields]) -> int:
         """Length of the prompt a request comes to, in tokens."""
         return await self._ask(lambda engine: engine.count_tokens(request, **fields))
 
@@ -214,7 +233,7 @@ class AsyncEngine(EngineHandle):
             LlamadError: nor could it be.
         """
         try:
-            stats = await self._ask(look)
+            stats = await self._ask(stats_or_error)
         except LlamadError:
             ended = self._run.ended
             await _wait(ended, lambda: ended.is_here, self._run.end_soon)

@@ -438,7 +438,7 @@ class StreamHandle(_Handle, Generic[PartT]):
             self._call.cancel()
 
 
-async def look(engine: EngineLike) -> EngineStats | LlamadError:
+async def stats_or_error(engine: EngineLike) -> EngineStats | LlamadError:
     """The engine's statistics; or, if it has none, why: raised, that would say the run is over.
 
     A checkpoint.

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 from llamad_trio.background_run import (
     Answer,
@@ -28,18 +28,18 @@ from llamad_trio.background_run import (
     StreamCall,
     StreamHandle,
     is_exiting,
-    look,
+    stats_or_error,
 )
 from llamad_trio.core.completion import Choice, Completion
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError
 from llamad_trio.core.events import StreamEvent
 from llamad_trio.core.info import EngineStats
-from llamad_trio.core.request import Request
-from llamad_trio.engine.engine import as_request
-from llamad_trio.engine.engine import open_engine as open_in_trio
+from llamad_trio.core.request import Request, RequestFields
 from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.opening import open_engine as open_in_trio
 from llamad_trio.remote.remote import connect as connect_in_trio
+from llamad_trio.typed.asking import as_request
 
 __all__ = [
     "BlockingEngine",
@@ -60,7 +60,7 @@ def open_engine(
     *,
     isolation: Literal["process"] | None = None,
     on_load: Callable[[float], object] | None = None,
-    **overrides: Any,
+    **overrides: Unpack[ConfigFields],
 ) -> BlockingEngine:
     """Load a model, and run its engine in a background thread until it is closed.
 
@@ -127,7 +127,7 @@ class BlockingEngine(EngineHandle):
         into: type[T],
         describe: bool = False,
         timeout: float | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Completion[T]: ...
 
     @overload
@@ -138,7 +138,7 @@ class BlockingEngine(EngineHandle):
         into: object = None,
         describe: bool = False,
         timeout: float | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Completion: ...
 
     def complete(
@@ -148,7 +148,7 @@ class BlockingEngine(EngineHandle):
         into: Any = None,
         describe: bool = False,
         timeout: float | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Completion[Any]:
         """Compute a whole completion."""
         return self._ask(
@@ -156,13 +156,21 @@ class BlockingEngine(EngineHandle):
         )
 
     def complete_text(
-        self, request: Request | str, *, timeout: float | None = None, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        timeout: float | None = None,
+        **fields: Unpack[RequestFields],
     ) -> str:
         """`complete`, but only its text."""
         return self._ask(lambda engine: engine.complete_text(request, **fields), timeout)
 
     def stream(
-        self, request: Request | str, *, timeout: float | None = None, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        timeout: float | None = None,
+        **fields: Unpack[RequestFields],
     ) -> BlockingTextStream:
         """Compute a completion and receive its text as it comes.
 
@@ -175,7 +183,11 @@ class BlockingEngine(EngineHandle):
         )
 
     def stream_events(
-        self, request: Request | str, *, timeout: float | None = None, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        timeout: float | None = None,
+        **fields: Unpack[RequestFields],
     ) -> BlockingStream[StreamEvent]:
         """As `stream`, with reasoning and tool calls: typed events, the last one `Done`."""
         asked = as_request(request, fields)
@@ -189,7 +201,7 @@ class BlockingEngine(EngineHandle):
         continuations: Sequence[str],
         *,
         timeout: float | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> list[float]:
         """How likely each of several texts is to follow the prompt."""
         return self._ask(lambda engine: engine.score(request, continuations, **fields), timeout)
@@ -200,19 +212,29 @@ class BlockingEngine(EngineHandle):
         options: Sequence[str],
         *,
         timeout: float | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Choice:
         """Which of several texts is likeliest to follow the prompt."""
         return self._ask(lambda engine: engine.choose(request, options, **fields), timeout)
 
     # -- text and tokens --------------------------------------------------------------------
 
-    def render(self, request: Request | str, *, timeout: float | None = None, **fields: Any) -> str:
+    def render(
+        self,
+        request: Request | str,
+        *,
+        timeout: float | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> str:
         """The prompt text a request comes to, its chat template applied."""
         return self._ask(lambda engine: engine.render(request, **fields), timeout)
 
     def count_tokens(
-        self, request: Request | str, *, timeout: float | None = None, **fields: Any
+        self,
+        request: Request | str,
+        *,
+        timeout: float | None = None,
+        **fields: Unpack[RequestFields],
     ) -> int:
         """Length of the prompt a request comes to, in tokens."""
         return self._ask(lambda engine: engine.count_tokens(request, **fields), timeout)
@@ -240,7 +262,7 @@ class BlockingEngine(EngineHandle):
             LlamadError: nor could it be.
         """
         try:
-            stats = self._ask(look)
+            stats = self._ask(stats_or_error)
         except LlamadError:
             self._run.join()  # now nobody writes what is read here
             return self._engine.stats()
@@ -281,7 +303,7 @@ class BlockingEngine(EngineHandle):
     def _ask(self, work: Callable[[EngineLike], Awaitable[T]], timeout: float | None = None) -> T:
         call = Call(self._run, work, timeout)
         _answered(self._run, call, lambda: call.is_here)
-        return _got(call)
+        return _result_or_exit(call)
 
 
 class BlockingStream(StreamHandle[PartT], Generic[PartT]):
@@ -311,7 +333,7 @@ class BlockingStream(StreamHandle[PartT], Generic[PartT]):
             return call.take()
         except IndexError:
             pass
-        _got(call)
+        _result_or_exit(call)
         raise StopIteration
 
     def result(self) -> Completion:
@@ -319,7 +341,7 @@ class BlockingStream(StreamHandle[PartT], Generic[PartT]):
         if not self._call.is_here or self._call.value is None:
             for _ in self:
                 pass
-        return _got(self._call)
+        return _result_or_exit(self._call)
 
     def close(self) -> None:
         """Stop reading; a request that is still running is cancelled.
@@ -391,7 +413,7 @@ def _wait(answer: Answer[T], ready: Callable[[], bool]) -> None:
             gate.acquire()
 
 
-def _got(call: Call[T]) -> T:
+def _result_or_exit(call: Call[T]) -> T:
     try:
         return call.get()
     except EngineClosed:

@@ -9,12 +9,12 @@ import os
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import attrs
 import trio
 
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.memory_estimate import MemoryEstimate, check_budget
 from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.preflight.prove import proven
@@ -33,7 +33,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 async def estimate_memory(
-    model: str | PathLike[str], config: EngineConfig | None = None, **overrides: Any
+    model: str | PathLike[str],
+    config: EngineConfig | None = None,
+    **overrides: Unpack[ConfigFields],
 ) -> MemoryEstimate:
     """What an engine would take in memory, without loading the model's weights.
 

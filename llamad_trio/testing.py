@@ -17,17 +17,18 @@ import copy
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import attrs
 import trio
 
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.completion import TokenLogprob
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import LlamadError, SessionFatal
-from llamad_trio.engine.engine import Engine, run_engine
+from llamad_trio.engine.assembly import run_engine
+from llamad_trio.engine.engine import Engine
 from llamad_trio.engine.loading import compile_template
 from llamad_trio.scheduling.plan import (
     CompiledConstraint,
@@ -305,7 +306,7 @@ class _ScriptedLane:
 async def open_scripted_engine(
     model: ScriptedModel | Reply | Mapping[str, Reply] | Callable[[str], Reply],
     config: EngineConfig | None = None,
-    **overrides: Any,
+    **overrides: Unpack[ConfigFields],
 ) -> AsyncIterator[Engine]:
     """Run an engine on a scripted model inside the block.
 
@@ -316,7 +317,7 @@ async def open_scripted_engine(
 
     Leaving the block, cancelling and crashes are as with `open_engine`.
     """
-    config = attrs.evolve(config or EngineConfig(), **overrides)
+    config = EngineConfig.merged(config or EngineConfig(), overrides)
     async with _scripted(model, config) as engine:
         yield engine
 

@@ -238,9 +238,9 @@ async def test_errors_are_those_of_opening_an_engine(tiny_model: TinyModels) -> 
     with pytest.raises(UnsupportedFeature, match="encoder"):
         await estimate_memory(tiny_model("encoder"))
     with pytest.raises(ProtocolError, match="n_context"):
-        await estimate_memory(tiny_model("attention"), n_context=1)
+        await estimate_memory(tiny_model("attention"), n_context=1)  # type: ignore[call-arg]
     with pytest.raises(ProtocolError, match="n_ctx"):
-        await estimate_memory(tiny_model("attention"), n_ctx="1")
+        await estimate_memory(tiny_model("attention"), n_ctx="1")  # type: ignore[arg-type]
 
 
 async def test_it_is_a_checkpoint(tiny_model: TinyModels) -> None:

@@ -11,7 +11,8 @@ import attrs
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
-from llamad_trio.engine.engine import Engine, open_engine
+from llamad_trio.engine.engine import Engine
+from llamad_trio.opening import open_engine
 
 _TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 _SUFFIX_TOKENS = 20

@@ -16,7 +16,8 @@ import trio
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
-from llamad_trio.engine.engine import Engine, run_engine
+from llamad_trio.engine.assembly import run_engine
+from llamad_trio.engine.engine import Engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.preflight.prove import proven

@@ -69,8 +69,8 @@ class Completion(Generic[ValueT_co]):
         cached_tokens: prompt tokens whose KV was reused instead of computed.
         ttft_s: seconds from submission to the first token.
         duration_s: seconds from submission to the end.
-        value: the text as data, where the request asked for a type or a JSON schema;
-            `None` if it was cut off.
+        value: the text as data: an instance of the type that was asked for; of a request
+            with a JSON schema, what `json.loads` gives, or `None` if it was cut off.
         reasoning: what the model thought before it answered, where its template has that.
         tool_calls: what the model called.
         unfinished: the text of a tool call that was cut off.
@@ -85,7 +85,7 @@ class Completion(Generic[ValueT_co]):
     cached_tokens: int = 0
     ttft_s: float = 0.0
     duration_s: float = 0.0
-    value: ValueT_co | None = None
+    value: ValueT_co = attrs.field(default=None)
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
     unfinished: str = ""

@@ -19,6 +19,7 @@ from llamad_trio.core.fields import (
     one_of,
     optional,
     typed_init,
+    unknown_names,
     whole_number,
 )
 from llamad_trio.core.request import MAX_INT
@@ -170,9 +171,9 @@ class EngineConfig:
         Raises:
             ProtocolError: an unknown field, or one of the wrong type.
         """
-        unknown = sorted(set(overrides) - {field.name for field in attrs.fields(cls)})
-        if unknown:
-            raise ProtocolError(f"unknown config field {', '.join(unknown)}")
+        known = {field.name for field in attrs.fields(cls)}
+        if unknown := overrides.keys() - known:
+            raise ProtocolError(f"unknown config field {unknown_names(unknown, known)}")
         if not isinstance(config, cls | None):
             raise ProtocolError(f"config must be an EngineConfig, not {type(config).__name__}")
         return attrs.evolve(config or cls.from_env(), **overrides)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from os import PathLike, fsdecode
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import attrs
 
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import number
 
@@ -49,7 +49,7 @@ class EngineSpec:
         load: Load = "eager",
         unload_after_s: float | None = None,
         isolation: Isolation | None = None,
-        **overrides: Any,
+        **overrides: Unpack[ConfigFields],
     ) -> None:
         if not isinstance(model, str | PathLike):
             raise ProtocolError(f"model must be a path or a name, not {type(model).__name__}")

@@ -7,7 +7,8 @@ default, and a wrong *type* is an error (`ProtocolError`).  `bool` is not a numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import attrs
@@ -115,3 +116,14 @@ def one_of(*choices: str) -> Convert[str]:
 def optional(convert: Convert[T]) -> Convert[T | None]:
     """`convert`, but `None` stays `None`."""
     return lambda value, name: None if value is None else convert(value, name)
+
+
+def unknown_names(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Names that nobody knows, for an error: each with the known one that it is most like."""
+    known = list(known)
+
+    def told(name: str) -> str:
+        near = get_close_matches(name, known, n=1)
+        return f"{name} (did you mean {near[0]}?)" if near else name
+
+    return ", ".join(map(told, sorted(unknown)))

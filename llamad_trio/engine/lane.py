@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -23,10 +23,11 @@ import outcome
 import trio
 from trio.lowlevel import RunVar
 
-from llamad_trio.core.config import MAX_THREADS
+from llamad_trio.core.config import MAX_THREADS, EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, whole_number
 from llamad_trio.scheduling.runtime import LaneLike
+from llamad_trio.system.cores import physical_cores
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
 
 logger = logging.getLogger("llamad_trio")
@@ -50,13 +51,13 @@ class _Bell:
         self._listener, self._clapper = socket.socketpair()
         self._listener.setblocking(False)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the task.  From any thread."""
         self._clapper.send(b"!")
 
     @ends_in_order  # or it would be waited for once more
-    async def rung(self) -> None:
-        """Wait for `ring`.  A checkpoint; cancelled, it can be waited for again."""
+    async def wait_woken(self) -> None:
+        """Wait for `wake`.  A checkpoint; cancelled, it can be waited for again."""
         await trio.lowlevel.wait_readable(self._listener.fileno())
         self._listener.recv(1)
 
@@ -78,7 +79,7 @@ class _Job(Generic[T]):
         """On the lane's thread."""
         if not self.withdrawn:
             self.result = outcome.capture(self.function)
-        self.bell.ring()
+        self.bell.wake()
 
 
 class Lane:
@@ -124,7 +125,7 @@ class Lane:
             ProtocolError: another Trio run is in such a block.
         """
         me = object()
-        with self._owned():
+        with self._owned_by_this_run():
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._be_host, me)
                 try:
@@ -135,7 +136,7 @@ class Lane:
 
     @contextmanager
     @ends_in_order  # or it would belong to a run that Ctrl-C has ended
-    def _owned(self) -> Iterator[None]:
+    def _owned_by_this_run(self) -> Iterator[None]:
         """Have the lane belong to this Trio run inside the block."""
         run = trio.lowlevel.current_trio_token()
         with self._owning:
@@ -180,21 +181,21 @@ class Lane:
         item = _Job(job, bell, engine, weight)
         self._jobs.put(item)
         try:
-            await self._rung(bell)
+            await self._wait_bell(bell)
         except BaseException:
             item.withdrawn = True
             try:
                 abort()
             finally:
-                await uninterrupted(partial(self._rung, bell))
+                await uninterrupted(partial(self._wait_bell, bell))
             raise
         assert item.result is not None
         return item.result.unwrap()
 
     @ends_in_order
-    async def _rung(self, bell: _Bell) -> None:
+    async def _wait_bell(self, bell: _Bell) -> None:
         """Wait for the bell.  One that has yet to ring is not for the next job."""
-        await bell.rung()
+        await bell.wait_woken()
         self._idle_bells.append(bell)
 
     @ends_in_order
@@ -237,7 +238,7 @@ _in_use: RunVar[Counter[tuple[LaneLike, int]]] = RunVar("llamad_trio lanes in us
 
 
 @contextmanager
-def computing(lane: LaneLike, n_threads: int, n_cores: int) -> Iterator[None]:
+def counting_threads(lane: LaneLike, n_threads: int, n_cores: int) -> Iterator[None]:
     """Count an engine's threads inside the block, and warn when there are too many.
 
     Args:
@@ -288,3 +289,22 @@ def shared_lane() -> Lane:
         lane = Lane()
         _shared.set(lane)
         return lane
+
+
+def with_lane_threads(config: EngineConfig) -> EngineConfig:
+    """With the threads of the lane that the application made for it, unless it says otherwise."""
+    if not isinstance(config.lane, Lane):
+        return config
+    threads = config.lane.threads
+    return attrs.evolve(
+        config,
+        n_threads=config.n_threads or threads,
+        n_threads_batch=config.n_threads_batch or threads,
+    )
+
+
+def count_lane_threads(lane: LaneLike, config: EngineConfig) -> AbstractContextManager[None]:
+    """Count the engine's threads among those that may compute at once, inside the block."""
+    assert config.n_threads is not None
+    assert config.n_threads_batch is not None
+    return counting_threads(lane, max(config.n_threads, config.n_threads_batch), physical_cores())

@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import trio
 
 from llamad_trio.core.completion import Choice
-from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import text
 from llamad_trio.core.request import Request
+from llamad_trio.engine.desk import Desk
 from llamad_trio.scheduling.tokenizing import Scoring
 from llamad_trio.system.nursery import run_all
-
-if TYPE_CHECKING:
-    from llamad_trio.engine.engine import Engine
 
 _names = count(1)
 
 
-async def score(engine: Engine, request: Request, continuations: Sequence[str]) -> list[float]:
-    """See `Engine.score`."""
-    texts = checked_texts("continuations", continuations)
-    scoring = await engine.prepare_scoring(request, texts)
+async def score(desk: Desk, request: Request, texts: Sequence[str]) -> list[float]:
+    """See `EngineLike.score`."""
+    scoring = await desk.prepare_scoring(request, texts)
     wanted = list(map(tuple, scoring.targets))
     own = tuple(scoring.own)
-    scores = await _scores(engine, scoring, [*wanted, own])
+    scores = await _scores(desk, scoring, [*wanted, own])
     return [scores[tokens] - _of_prompt(tokens, own, scores) for tokens in wanted]
 
 
-async def choose(engine: Engine, request: Request, options: Sequence[str]) -> Choice:
-    """See `Engine.choose`."""
-    texts = checked_texts("options", options)
-    if not texts or "" in texts or len(set(texts)) < len(texts):
-        raise ProtocolError("options must be texts, at least one, none empty, all different")
-    scoring = await engine.prepare_scoring(request, texts)
+async def choose(desk: Desk, request: Request, texts: Sequence[str]) -> Choice:
+    """See `EngineLike.choose`."""
+    scoring = await desk.prepare_scoring(request, texts)
     wanted = list(map(tuple, scoring.targets))
-    of_tokens = await _scores(engine, scoring, wanted)
+    of_tokens = await _scores(desk, scoring, wanted)
     scores = [of_tokens[tokens] for tokens in wanted]
     best = max(scores)
     weights = [math.exp(value - best) for value in scores]
     index = scores.index(best)
     total = sum(weights)
     return Choice(text=texts[index], index=index, probabilities=tuple(w / total for w in weights))
-
-
-def checked_texts(name: str, texts: Sequence[str]) -> list[str]:
-    """Texts as a list.  Raises `ProtocolError` if they are something else."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
-    return [text(item, name) for item in texts]
 
 
 _Scores: TypeAlias = dict[tuple[int, ...], float]
@@ -69,22 +54,22 @@ def _of_prompt(tokens: tuple[int, ...], own: tuple[int, ...], scores: _Scores) -
     return most + math.log(math.exp(scores[own] - most) + math.exp(scores[tokens] - most))
 
 
-async def _scores(engine: Engine, scoring: Scoring, wanted: Sequence[tuple[int, ...]]) -> _Scores:
+async def _scores(desk: Desk, scoring: Scoring, wanted: Sequence[tuple[int, ...]]) -> _Scores:
     """The score of each after the prompt.  What is wanted twice is computed once."""
     scores: _Scores = dict.fromkeys(wanted, 0.0)
     # Others are to have their turn in between; and a queue that has an end would refuse most.
-    in_turn = 2 if engine.config.max_queue is None else 1
-    slots = trio.CapacityLimiter(in_turn * engine.config.n_slots)
+    in_turn = 2 if desk.config.max_queue is None else 1
+    slots = trio.CapacityLimiter(in_turn * desk.config.n_slots)
 
     async def compute(tokens: tuple[int, ...]) -> None:
         async with slots:
-            scores[tokens] = await engine.score_tokens(scoring.prompt, tokens)
+            scores[tokens] = await desk.score_tokens(scoring.prompt, tokens)
 
     holder = f"scoring {next(_names)}"
     try:
-        if engine.config.kv_cache:
-            await engine.hold(holder, scoring.prompt[:-1])
+        if desk.config.kv_cache:
+            await desk.hold(holder, scoring.prompt[:-1])
         await run_all(partial(compute, tokens) for tokens in list(scores) if tokens)
     finally:
-        engine.let_go(holder)
+        desk.let_go(holder)
     return scores

@@ -12,19 +12,18 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import attrs
 import trio
 
 from llamad_trio.core.errors import ContextOverflow, PromptTooLong, ProtocolError
-from llamad_trio.core.request import Message, Request
+from llamad_trio.core.request import Message, Request, RequestFields
+from llamad_trio.engine.desk import Desk
+from llamad_trio.engine.stream import TokenStream
 from llamad_trio.scheduling.prefix import common_length
 from llamad_trio.scheduling.snapshot_file import pack_tokens
-
-if TYPE_CHECKING:
-    from llamad_trio.engine.engine import Engine
-    from llamad_trio.engine.stream import TokenStream
+from llamad_trio.typed.asking import as_request
 
 Content = str | Sequence[Message]
 Stage = Literal["prefix", "suffix"]
@@ -131,8 +130,8 @@ class Session:
 
     _names = count(1)
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
         self._name = f"session {next(self._names)}"
         self._turn = trio.Lock()
         self._closed = False
@@ -171,7 +170,7 @@ class Session:
                 available=self._capacity - len(tokens),
                 byte_hash=_sha256(text.encode()),
                 token_hash=_token_hash(tokens),
-                manifest_digest=self._engine.info.identity,
+                manifest_digest=self._desk.facts.identity,
             )
 
     async def prefill_suffix(self, suffix: Content) -> SuffixStatus:
@@ -204,10 +203,10 @@ class Session:
                 prefix=n_prefix,
                 resident=resident,
                 available=self._capacity - len(tokens),
-                manifest_digest=self._engine.info.identity,
+                manifest_digest=self._desk.facts.identity,
             )
 
-    def decode(self, **fields: Any) -> AbstractAsyncContextManager[TokenStream]:
+    def decode(self, **fields: Unpack[RequestFields]) -> AbstractAsyncContextManager[TokenStream]:
         """Generate from here: as `Engine.stream`, with everything before computed already.
 
         The session stays where it is: decoding again starts from the same place.
@@ -216,7 +215,12 @@ class Session:
             fields: sampling fields of `Request`, `max_tokens` and `stop`.
         """
         self._check_open()
-        return self._engine.stream(Request(self._context.tokens, session=self._name), **fields)
+        return self._decode(Request(self._context.tokens, session=self._name), fields)
+
+    @asynccontextmanager
+    async def _decode(self, request: Request, fields: RequestFields) -> AsyncIterator[TokenStream]:
+        async with self._desk.reply_to(as_request(request, fields)) as reply:
+            yield TokenStream(reply)
 
     def explain(self) -> ContextReport:
         """What the session holds.  Never blocks."""
@@ -224,11 +228,11 @@ class Session:
         data = context.text.encode()
         return ContextReport(
             segments=tuple(_segments(context, data)),
-            resident=self._engine.resident(context.tokens),
+            resident=self._desk.resident(context.tokens),
             reused=self._reused,
             capacity=self._capacity,
             state="suffix" if self._before_suffix else "prefix" if context.tokens else "empty",
-            manifest_digest=self._engine.info.identity,
+            manifest_digest=self._desk.facts.identity,
         )
 
     @asynccontextmanager
@@ -238,7 +242,7 @@ class Session:
         An async context manager, as `Engine.session`.
         """
         self._check_open()
-        async with opened(self._engine) as other:
+        async with open_session(self._desk) as other:
             other._prefix, other._context = self._prefix, self._context
             other._before_suffix = self._before_suffix
             if self._before_suffix is not None:
@@ -252,7 +256,7 @@ class Session:
 
     @property
     def _capacity(self) -> int:
-        return self._engine.most_tokens
+        return self._desk.most_tokens
 
     async def _hold(self, stage: Stage, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Have tokens in the pool; return how many were there already, and how many are now.
@@ -260,15 +264,15 @@ class Session:
         Where memory cannot go back, decoding could not compute the last token again: it is
         left to that, and the prefix is held beside the suffix.
         """
-        resident = tokens if self._engine.info.can_rewind else tokens[:-1]
-        return await self._engine.hold(self._holder(stage), resident), len(resident)
+        resident = tokens if self._desk.facts.can_rewind else tokens[:-1]
+        return await self._desk.hold(self._holder(stage), resident), len(resident)
 
     def _let_go(self, stage: Stage) -> None:
-        if not self._engine.info.can_rewind:
-            self._engine.let_go(self._holder(stage))
+        if not self._desk.facts.can_rewind:
+            self._desk.let_go(self._holder(stage))
 
     def _holder(self, stage: Stage) -> str:
-        return self._name if self._engine.info.can_rewind else f"{self._name} {stage}"
+        return self._name if self._desk.facts.can_rewind else f"{self._name} {stage}"
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -293,7 +297,7 @@ class Session:
         self, content: str | tuple[Message, ...], *, ends_open: bool
     ) -> tuple[str, tuple[int, ...]]:
         try:
-            return await self._engine.prepare(content, ends_open=ends_open)
+            return await self._desk.prepare(content, ends_open=ends_open)
         except PromptTooLong as error:
             stage: Stage = "suffix" if ends_open else "prefix"
             kept = len(self._context.tokens)
@@ -303,13 +307,13 @@ class Session:
         """Let go of what is held.  `Engine.session` does it."""
         self._closed = True
         for stage in STAGES:
-            self._engine.let_go(self._holder(stage))
+            self._desk.let_go(self._holder(stage))
 
 
 @asynccontextmanager
-async def opened(engine: Engine) -> AsyncIterator[Session]:
+async def open_session(desk: Desk) -> AsyncIterator[Session]:
     """A session of an engine, closed with the block."""
-    session = Session(engine)
+    session = Session(desk)
     try:
         yield session
     finally:

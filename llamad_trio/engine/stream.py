@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import trio
 
-from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.events import Done, ReplyEvent, StreamEvent, TextDelta
-from llamad_trio.engine.ticket import Ticket
 
 T = TypeVar("T")
 
@@ -39,49 +35,6 @@ class ReplySource(Protocol):
 
     def close(self) -> None:
         """Nobody reads any more: a request that is still running is cancelled."""
-
-
-class TicketSource:
-    """The reply to a request of this program."""
-
-    def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
-        self._ticket = ticket
-        self._withdraw = withdraw
-        self._parser: ReplyParser | None = None
-        self._events: deque[ReplyEvent] = deque()
-        self._is_read = False
-
-    @property
-    def completion(self) -> Completion | None:
-        return self._ticket.completion
-
-    async def next_event(self) -> ReplyEvent:
-        if self._events:
-            await trio.lowlevel.checkpoint()
-        while not self._events:
-            try:
-                text = await self._ticket.receive()
-            except trio.EndOfChannel:
-                if self._is_read:
-                    raise
-                self._is_read = True
-                self._events.extend(self._its_parser().finish())
-            else:
-                self._events.extend(self._its_parser().push(text))
-        return self._events.popleft()
-
-    async def outcome(self) -> Completion:
-        return await self._ticket.outcome()
-
-    def close(self) -> None:
-        self._withdraw()
-        self._ticket.close()
-        self._events.clear()
-
-    def _its_parser(self) -> ReplyParser:
-        if self._parser is None:
-            self._parser = self._ticket.parser()
-        return self._parser
 
 
 class _ReplyStream(trio.abc.ReceiveChannel[T]):

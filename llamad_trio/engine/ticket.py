@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from itertools import count
@@ -14,6 +15,7 @@ from llamad_trio.chat.reply import ReplyParser, new_call_id
 from llamad_trio.core.completion import Completion, is_cut_off, json_value
 from llamad_trio.core.engine_events import RequestKind
 from llamad_trio.core.errors import LlamadError
+from llamad_trio.core.events import ReplyEvent
 from llamad_trio.core.request import Request
 from llamad_trio.scheduling.scheduler import Finished
 
@@ -214,3 +216,46 @@ class Ticket:
     def close(self) -> None:
         """Nobody reads any more."""
         self._receive.close()
+
+
+class TicketSource:
+    """The reply to a request of this program."""
+
+    def __init__(self, ticket: Ticket, *, withdraw: Callable[[], None]) -> None:
+        self._ticket = ticket
+        self._withdraw = withdraw
+        self._parser: ReplyParser | None = None
+        self._events: deque[ReplyEvent] = deque()
+        self._is_read = False
+
+    @property
+    def completion(self) -> Completion | None:
+        return self._ticket.completion
+
+    async def next_event(self) -> ReplyEvent:
+        if self._events:
+            await trio.lowlevel.checkpoint()
+        while not self._events:
+            try:
+                text = await self._ticket.receive()
+            except trio.EndOfChannel:
+                if self._is_read:
+                    raise
+                self._is_read = True
+                self._events.extend(self._its_parser().finish())
+            else:
+                self._events.extend(self._its_parser().push(text))
+        return self._events.popleft()
+
+    async def outcome(self) -> Completion:
+        return await self._ticket.outcome()
+
+    def close(self) -> None:
+        self._withdraw()
+        self._ticket.close()
+        self._events.clear()
+
+    def _its_parser(self) -> ReplyParser:
+        if self._parser is None:
+            self._parser = self._ticket.parser()
+        return self._parser

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Unpack, cast
 
 import attrs
 import msgspec
@@ -14,11 +14,11 @@ import trio
 
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.request import Message, Request
+from llamad_trio.core.request import Message, Request, RequestFields
 from llamad_trio.core.tools import Tool, ToolCall
-from llamad_trio.engine.engine import as_request
 from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.system.nursery import run_all
+from llamad_trio.typed.asking import as_request
 from llamad_trio.typed.function_tool import call_arguments, tool_from
 
 logger = logging.getLogger("llamad_trio")
@@ -42,7 +42,11 @@ class ToolRun:
 
 
 async def run_tools(
-    engine: EngineLike, request: Request | str, *, max_rounds: int = 8, **fields: Any
+    engine: EngineLike,
+    request: Request | str,
+    *,
+    max_rounds: int = 8,
+    **fields: Unpack[RequestFields],
 ) -> ToolRun:
     """Let a model call tools until it answers.
 

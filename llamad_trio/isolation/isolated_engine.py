@@ -16,7 +16,8 @@ import trio
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.limits import Limits
-from llamad_trio.engine.engine import Engine, open_named_engine
+from llamad_trio.engine.assembly import open_named_engine
+from llamad_trio.engine.engine import Engine
 from llamad_trio.isolation.handover import HandedOver
 from llamad_trio.serving.listener import serve_listener
 from llamad_trio.system.nursery import open_plain_nursery

@@ -32,8 +32,7 @@ from llamad_trio.core.errors import (
     ModelLoadError,
 )
 from llamad_trio.core.info import DaemonStats
-from llamad_trio.engine.engine import counted, with_lane_threads
-from llamad_trio.engine.lane import Lane
+from llamad_trio.engine.lane import Lane, count_lane_threads, with_lane_threads
 from llamad_trio.engine.reporter import Reporter
 from llamad_trio.isolation.handover import Handover
 from llamad_trio.isolation.relay import EventRelay
@@ -92,7 +91,7 @@ async def open_isolated_engine(
             nursery.start_soon(relay.run)
             try:
                 # On a lane of its own, over there, but on the same cores.
-                with own_broadcast.fed_by(relay), counted(Lane(), engine.config):
+                with own_broadcast.fed_by(relay), count_lane_threads(Lane(), engine.config):
                     if own_broadcast.has_readers:
                         await relay.attach()
                     reporter.loaded(trio.current_time() - began)

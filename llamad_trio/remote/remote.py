@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from os import PathLike, fspath
-from typing import Any, TypeVar, overload
+from typing import TypeVar
 
 import attrs
 import msgspec
@@ -25,15 +25,13 @@ from llamad_trio.core.errors import (
     EngineClosed,
     InferenceError,
     LlamadError,
-    ProtocolError,
     SocketUnavailable,
 )
 from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
 from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
-from llamad_trio.engine.engine import as_request
-from llamad_trio.engine.scoring import checked_texts
-from llamad_trio.engine.stream import EventStream, TokenStream
+from llamad_trio.engine.engine_like import EngineLike
+from llamad_trio.engine.stream import ReplySource
 from llamad_trio.remote.callers import Callers
 from llamad_trio.remote.reply import (
     Daemon,
@@ -41,10 +39,9 @@ from llamad_trio.remote.reply import (
     RemoteEvents,
     RemoteReply,
     RemoteSource,
-    called,
-    understood,
+    open_call,
+    reading_reply,
 )
-from llamad_trio.typed.asking import typed_request, with_value
 from llamad_trio.watch.broadcast import check_max_events
 from llamad_trio.wire.calls import (
     Call,
@@ -106,15 +103,15 @@ async def daemon_stats(path: str | PathLike[str]) -> DaemonStats:
 
 async def stats_of(peer: Peer) -> DaemonStats:
     """`daemon_stats`, of whoever answers."""
-    async with called(peer, Stats()) as reply:
+    async with open_call(peer, Stats()) as reply:
         return await _stats_in(reply)
 
 
 async def _stats_in(reply: RemoteReply) -> DaemonStats:
-    return understood(partial(structure_known, await reply.next_line(), DaemonStats))
+    return reading_reply(partial(structure_known, await reply.next_line(), DaemonStats))
 
 
-class RemoteEngine:
+class RemoteEngine(EngineLike):
     """One model of a daemon, with the interface of `Engine`.  Made by `connect`.
 
     Every method that asks something raises what `Engine`'s does, and `Disconnected` when
@@ -131,94 +128,10 @@ class RemoteEngine:
         self._is_closed = False
         self._callers = Callers()
 
-    # -- requests ---------------------------------------------------------------------------
-
-    @overload
-    async def complete(
-        self, request: Request | str, *, into: type[T], describe: bool = False, **fields: Any
-    ) -> Completion[T]: ...
-
-    @overload
-    async def complete(
-        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
-    ) -> Completion: ...
-
-    async def complete(
-        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
-    ) -> Completion:
-        """As `Engine.complete`.
-
-        A checkpoint.  Cancelled, it hangs up, which stops the work.
-        """
-        asked = typed_request(as_request(request, fields), into, describe=describe)
-        async with self._reply(asked) as reply:
-            completion = await reply.outcome()
-        return completion if into is None else with_value(completion, into)
-
-    async def complete_text(self, request: Request | str, **fields: Any) -> str:
-        """`complete`, but only its text."""
-        return (await self.complete(request, **fields)).text
-
-    @asynccontextmanager
-    async def stream(self, request: Request | str, **fields: Any) -> AsyncIterator[TokenStream]:
-        """As `Engine.stream`: leaving the block early hangs up, which stops the work."""
-        async with self._reply(as_request(request, fields), stream=True) as reply:
-            yield TokenStream(reply)
-
-    @asynccontextmanager
-    async def stream_events(
-        self, request: Request | str, **fields: Any
-    ) -> AsyncIterator[EventStream]:
-        """As `Engine.stream_events`: leaving the block early hangs up, which stops the work."""
-        async with self._reply(as_request(request, fields), events=True) as reply:
-            yield EventStream(reply)
-
-    async def score(
-        self, request: Request | str, continuations: Sequence[str], **fields: Any
-    ) -> list[float]:
-        """As `Engine.score`.  A checkpoint; cancelled, it stops the work."""
-        asked = as_request(request, fields)
-        texts = checked_texts("continuations", continuations)
-        call = Score(request=asked, continuations=texts, model=self._name)
-        return await self._ask(call, "scores", list[float])
-
-    async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
-        """As `Engine.choose`.  A checkpoint; cancelled, it stops the work."""
-        asked = as_request(request, fields)
-        texts = checked_texts("options", options)
-        call = Choose(request=asked, options=texts, model=self._name)
-        choice = await self._ask(call, "choice", dict[str, object])
-        return understood(partial(structure_known, choice, Choice))
-
-    # -- text and tokens --------------------------------------------------------------------
-
-    async def render(self, request: Request | str, **fields: Any) -> str:
-        """As `Engine.render`.  A checkpoint."""
-        call = Render(request=as_request(request, fields), model=self._name)
-        return await self._ask(call, "text", str)
-
-    async def count_tokens(self, request: Request | str, **fields: Any) -> int:
-        """As `Engine.count_tokens`.  A checkpoint."""
-        call = CountTokens(request=as_request(request, fields), model=self._name)
-        return await self._ask(call, "count", int)
-
-    async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """As `Engine.tokenize`.  A checkpoint."""
-        call = Tokenize(text=text, special=special, model=self._name)
-        return await self._ask(call, "tokens", list[int])
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """As `Engine.detokenize`.  A checkpoint."""
-        checked = Request(tokens).prompt
-        if isinstance(checked, str | None):
-            raise ProtocolError("tokens must be token ids, not text")
-        return await self._ask(Detokenize(tokens=checked, model=self._name), "text", str)
-
     # -- looking around ---------------------------------------------------------------------
 
     @property
     def info(self) -> ModelInfo:
-        """What is known of the model."""
         return self._model.info
 
     @property
@@ -228,7 +141,6 @@ class RemoteEngine:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings in force at the daemon."""
         return self._model.config
 
     def stats(self) -> EngineStats:
@@ -250,7 +162,7 @@ class RemoteEngine:
         such once the daemon has noticed, which takes a moment.  Raises `EngineClosed` if the
         model is not loaded.
         """
-        async with self._called(Stats()) as reply:
+        async with self._open_call(Stats()) as reply:
             daemon = await _stats_in(reply)
         if self._name not in daemon.models:
             raise EngineClosed
@@ -274,13 +186,46 @@ class RemoteEngine:
         check_max_events(max_events)
         call = Events(max_events=max_events, model=self._name)
         with self._callers.remembered():  # before it watches over there
-            async with self._called(call) as reply:
+            async with self._open_call(call) as reply:
                 await reply.next_line()  # it watches from here on
                 events = RemoteEvents(reply, self._callers)
                 try:
                     yield events
                 finally:
                     events.close()
+
+    # -- requests: see `EngineLike`.  A cancel hangs up, which stops the work ---------------
+
+    async def _complete(self, request: Request) -> Completion:
+        async with self._generated(request, stream=False, events=False) as reply:
+            return await reply.outcome()
+
+    @asynccontextmanager
+    async def _reply_to(self, request: Request, *, events: bool) -> AsyncIterator[ReplySource]:
+        async with self._generated(request, stream=not events, events=events) as reply:
+            yield reply
+
+    async def _score(self, request: Request, continuations: Sequence[str]) -> list[float]:
+        call = Score(request=request, continuations=continuations, model=self._name)
+        return await self._ask(call, "scores", list[float])
+
+    async def _choose(self, request: Request, options: Sequence[str]) -> Choice:
+        call = Choose(request=request, options=options, model=self._name)
+        choice = await self._ask(call, "choice", dict[str, object])
+        return reading_reply(partial(structure_known, choice, Choice))
+
+    async def _render(self, request: Request) -> str:
+        return await self._ask(Render(request=request, model=self._name), "text", str)
+
+    async def _count_tokens(self, request: Request) -> int:
+        return await self._ask(CountTokens(request=request, model=self._name), "count", int)
+
+    async def _tokenize(self, text: str, *, special: bool) -> list[int]:
+        call = Tokenize(text=text, special=special, model=self._name)
+        return await self._ask(call, "tokens", list[int])
+
+    async def _detokenize(self, tokens: Sequence[int]) -> str:
+        return await self._ask(Detokenize(tokens=tokens, model=self._name), "text", str)
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -296,20 +241,20 @@ class RemoteEngine:
         self._is_closed = True
 
     @asynccontextmanager
-    async def _reply(
-        self, request: Request, *, stream: bool = False, events: bool = False
+    async def _generated(
+        self, request: Request, *, stream: bool, events: bool
     ) -> AsyncIterator[RemoteSource]:
         call = Generate(
             request=request, stream=stream, events=events, with_stats=True, model=self._name
         )
-        async with self._called(call) as reply:
+        async with self._open_call(call) as reply:
             source = RemoteSource(reply, request, self._take_stats)
             yield source
         if source.completion is not None:
             await self._learn()
 
     async def _ask(self, call: Call, key: str, kind: type[T]) -> T:
-        async with self._called(call) as reply:
+        async with self._open_call(call) as reply:
             line = await reply.next_line()
         await self._learn()
         try:
@@ -318,7 +263,7 @@ class RemoteEngine:
             raise InferenceError(f"the daemon's reply is not understood: {error}") from None
 
     @asynccontextmanager
-    async def _called(self, call: Call) -> AsyncIterator[RemoteReply]:
+    async def _open_call(self, call: Call) -> AsyncIterator[RemoteReply]:
         if self._is_closed:
             raise EngineClosed
         async with AsyncExitStack() as stack:
@@ -326,7 +271,7 @@ class RemoteEngine:
                 call_id = stack.enter_context(self._callers.calling())
                 call = attrs.evolve(call, id=call_id)
             try:
-                reply = await stack.enter_async_context(called(self._peer, call))
+                reply = await stack.enter_async_context(open_call(self._peer, call))
             except SocketUnavailable:
                 raise Disconnected from None  # it was there when this began
             yield reply
@@ -341,4 +286,4 @@ class RemoteEngine:
     def _take_stats(self, line: dict[str, object]) -> None:
         stats = line.get("stats")
         if isinstance(stats, dict):
-            self._stats = understood(partial(structure_known, stats, EngineStats))
+            self._stats = reading_reply(partial(structure_known, stats, EngineStats))

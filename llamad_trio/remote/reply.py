@@ -80,7 +80,7 @@ class Daemon:
 
 
 @asynccontextmanager
-async def called(peer: Peer, call: Call) -> AsyncIterator[RemoteReply]:
+async def open_call(peer: Peer, call: Call) -> AsyncIterator[RemoteReply]:
     """Send a call, and receive its reply inside the block; leaving it hangs up.
 
     A checkpoint.
@@ -206,9 +206,9 @@ class RemoteSource:
             line = await self._reply.next_line()
             if "text" in line:
                 self._on_end(line)
-                self._completion = understood(partial(completion_from, line, self._request))
+                self._completion = reading_reply(partial(completion_from, line, self._request))
                 return None
-            return understood(partial(event_from, line))
+            return reading_reply(partial(event_from, line))
         except LlamadError as error:
             self._error = error
             raise
@@ -251,7 +251,7 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
             self._has_ended = "done" in line
             if not self._has_ended:
                 context_of = self._callers.context_of
-                event = understood(partial(engine_event_from, line, self._shift_s, context_of))
+                event = reading_reply(partial(engine_event_from, line, self._shift_s, context_of))
         return event
 
     async def aclose(self) -> None:
@@ -265,7 +265,7 @@ class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
         self._reply.close()
 
 
-def understood(read: Callable[[], T]) -> T:
+def reading_reply(read: Callable[[], T]) -> T:
     """What `read` makes of a reply.
 
     Raises:

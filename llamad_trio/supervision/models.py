@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from math import inf
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import trio
 
@@ -17,11 +17,11 @@ from llamad_trio.core.errors import EngineClosed, ProtocolError, RestartsExhaust
 from llamad_trio.core.fields import optional, text
 from llamad_trio.core.info import EngineStats, ModelInfo
 from llamad_trio.core.model_choice import pick_model
-from llamad_trio.core.request import Request
+from llamad_trio.core.request import Request, RequestFields
 from llamad_trio.core.restarts import RestartPolicy
-from llamad_trio.engine.engine import open_named_engine
+from llamad_trio.engine.assembly import open_named_engine
 from llamad_trio.engine.engine_like import EngineLike
-from llamad_trio.engine.stream import EventStream, TokenStream
+from llamad_trio.engine.stream import EventStream, ReplySource, TokenStream
 from llamad_trio.isolation.isolation import open_isolated_engine
 from llamad_trio.supervision.budget import Budget
 from llamad_trio.supervision.supervisor import ModelState, Supervisor
@@ -151,7 +151,7 @@ class Models(Mapping[str, "Model"]):
         into: type[T],
         model: str | None = None,
         describe: bool = False,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Completion[T]: ...
 
     @overload
@@ -162,29 +162,36 @@ class Models(Mapping[str, "Model"]):
         into: object = None,
         model: str | None = None,
         describe: bool = False,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> Completion: ...
 
     async def complete(
-        self, request: Request | str, *, model: str | None = None, **fields: Any
-    ) -> Completion:
+        self,
+        request: Request | str,
+        *,
+        into: Any = None,
+        model: str | None = None,
+        describe: bool = False,
+        **fields: Unpack[RequestFields],
+    ) -> Completion[Any]:
         """As `Engine.complete`, of `model`, or the default one."""
-        return await self._asked(model).complete(request, **fields)
+        asked = self._asked(model)
+        return await asked.complete(request, into=into, describe=describe, **fields)
 
     async def complete_text(
-        self, request: Request | str, *, model: str | None = None, **fields: Any
+        self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> str:
         """As `Engine.complete_text`, of `model`, or the default one."""
         return await self._asked(model).complete_text(request, **fields)
 
     def stream(
-        self, request: Request | str, *, model: str | None = None, **fields: Any
+        self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> AbstractAsyncContextManager[TokenStream]:
         """As `Engine.stream`, of `model`, or the default one."""
         return self._asked(model).stream(request, **fields)
 
     def stream_events(
-        self, request: Request | str, *, model: str | None = None, **fields: Any
+        self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> AbstractAsyncContextManager[EventStream]:
         """As `Engine.stream_events`, of `model`, or the default one."""
         return self._asked(model).stream_events(request, **fields)
@@ -361,7 +368,7 @@ class Models(Mapping[str, "Model"]):
         return self._asked(text(name, "model"))
 
 
-class Model:
+class Model(EngineLike):
     """One model of several, with the interface of `Engine`.
 
     What needs the engine waits until it is ready, and has it loaded if need be.  `info`,
@@ -394,79 +401,6 @@ class Model:
         """What is going on with it."""
         return self.supervisor.state
 
-    @overload
-    async def complete(
-        self, request: Request | str, *, into: type[T], describe: bool = False, **fields: Any
-    ) -> Completion[T]: ...
-
-    @overload
-    async def complete(
-        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
-    ) -> Completion: ...
-
-    async def complete(
-        self, request: Request | str, *, into: object = None, describe: bool = False, **fields: Any
-    ) -> Completion:
-        """As `Engine.complete`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.complete(request, into=into, describe=describe, **fields)
-
-    async def complete_text(self, request: Request | str, **fields: Any) -> str:
-        """As `Engine.complete_text`."""
-        return (await self.complete(request, **fields)).text
-
-    @asynccontextmanager
-    async def stream(self, request: Request | str, **fields: Any) -> AsyncIterator[TokenStream]:
-        """As `Engine.stream`."""
-        async with (
-            self.supervisor.in_use() as engine,
-            engine.stream(request, **fields) as pieces,
-        ):
-            yield pieces
-
-    @asynccontextmanager
-    async def stream_events(
-        self, request: Request | str, **fields: Any
-    ) -> AsyncIterator[EventStream]:
-        """As `Engine.stream_events`."""
-        async with (
-            self.supervisor.in_use() as engine,
-            engine.stream_events(request, **fields) as events,
-        ):
-            yield events
-
-    async def score(
-        self, request: Request | str, continuations: Sequence[str], **fields: Any
-    ) -> list[float]:
-        """As `Engine.score`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.score(request, continuations, **fields)
-
-    async def choose(self, request: Request | str, options: Sequence[str], **fields: Any) -> Choice:
-        """As `Engine.choose`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.choose(request, options, **fields)
-
-    async def render(self, request: Request | str, **fields: Any) -> str:
-        """As `Engine.render`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.render(request, **fields)
-
-    async def count_tokens(self, request: Request | str, **fields: Any) -> int:
-        """As `Engine.count_tokens`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.count_tokens(request, **fields)
-
-    async def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """As `Engine.tokenize`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.tokenize(text, special=special)
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        """As `Engine.detokenize`."""
-        async with self.supervisor.in_use() as engine:
-            return await engine.detokenize(tokens)
-
     @property
     def is_open(self) -> bool:
         """Whether it is ready."""
@@ -474,12 +408,10 @@ class Model:
 
     @property
     def info(self) -> ModelInfo:
-        """As `Engine.info`."""
         return self.supervisor.engine.info
 
     @property
     def config(self) -> EngineConfig:
-        """As `Engine.config`."""
         return self.supervisor.engine.config
 
     def stats(self) -> EngineStats:
@@ -502,3 +434,41 @@ class Model:
         Does not have it loaded.  The iteration ends when the model is removed.
         """
         return self._broadcast.subscribe(max_events)
+
+    # -- requests: see `EngineLike` ----------------------------------------------------------
+
+    async def _complete(self, request: Request) -> Completion:
+        async with self.supervisor.in_use() as engine:
+            return await engine.complete(request)
+
+    @asynccontextmanager
+    async def _reply_to(self, request: Request, *, events: bool) -> AsyncIterator[ReplySource]:
+        async with (
+            self.supervisor.in_use() as engine,
+            engine._reply_to(request, events=events) as reply,
+        ):
+            yield reply
+
+    async def _score(self, request: Request, continuations: Sequence[str]) -> list[float]:
+        async with self.supervisor.in_use() as engine:
+            return await engine.score(request, continuations)
+
+    async def _choose(self, request: Request, options: Sequence[str]) -> Choice:
+        async with self.supervisor.in_use() as engine:
+            return await engine.choose(request, options)
+
+    async def _render(self, request: Request) -> str:
+        async with self.supervisor.in_use() as engine:
+            return await engine.render(request)
+
+    async def _count_tokens(self, request: Request) -> int:
+        async with self.supervisor.in_use() as engine:
+            return await engine.count_tokens(request)
+
+    async def _tokenize(self, text: str, *, special: bool) -> list[int]:
+        async with self.supervisor.in_use() as engine:
+            return await engine.tokenize(text, special=special)
+
+    async def _detokenize(self, tokens: Sequence[int]) -> str:
+        async with self.supervisor.in_use() as engine:
+            return await engine.detokenize(tokens)

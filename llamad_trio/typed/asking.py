@@ -1,14 +1,50 @@
-"""A type as what a request shall come to, and its completion's text as an instance."""
+"""What a caller writes, as a request; what a type asks for, and the reply as its instance."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 
 from llamad_trio.core.completion import Completion, is_cut_off
 from llamad_trio.core.errors import IncompleteOutput, InferenceError, ProtocolError
+from llamad_trio.core.fields import text, unknown_names
 from llamad_trio.core.request import Request
+from llamad_trio.typed.function_tool import tool_from
 from llamad_trio.typed.structure import describe as description_of
 from llamad_trio.typed.structure import schema_of, structure
+
+
+def as_request(request: Request | str, fields: Mapping[str, Any]) -> Request:
+    """A request with some of its fields set, and its tools as `Tool`s.
+
+    Raises:
+        ProtocolError: unknown fields, wrong types, a function that makes no tool, two tools
+            of one name.
+    """
+    known = {field.name for field in attrs.fields(Request)}
+    if unknown := fields.keys() - known:
+        raise ProtocolError(f"unknown field {unknown_names(unknown, known)}")
+    if not isinstance(request, Request):
+        if "prompt" in fields:
+            raise ProtocolError("the prompt is given twice")
+        request = Request(request, **fields)
+    elif fields:
+        request = attrs.evolve(request, **fields)
+    if not request.tools:
+        return request
+    tools = [tool_from(tool) for tool in request.tools]
+    if len({tool.name for tool in tools}) < len(tools):
+        raise ProtocolError("two tools have the same name")
+    return attrs.evolve(request, tools=tools)
+
+
+def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
+    """Texts as a list.  Raises `ProtocolError` if they are something else."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ProtocolError(f"{name} must be a list of texts, not {type(texts).__name__}")
+    return [text(item, name) for item in texts]
 
 
 def typed_request(request: Request, kind: object, *, describe: bool) -> Request:

@@ -93,8 +93,8 @@ class _Unreported(DecodeActor):
 
 @contextmanager
 def _without_reports(eng: Engine) -> Iterator[None]:
-    eng._decode.__class__ = _Unreported
+    eng._desk.decode.__class__ = _Unreported
     try:
         yield
     finally:
-        eng._decode.__class__ = DecodeActor
+        eng._desk.decode.__class__ = DecodeActor

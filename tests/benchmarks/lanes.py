@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from llamad_trio import Engine, EngineConfig
-from llamad_trio.engine.engine import run_engine
+from llamad_trio.engine.assembly import run_engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.llama.raw_loop import RawLoop

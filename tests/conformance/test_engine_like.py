@@ -595,7 +595,7 @@ async def test_a_bad_question_is_a_protocol_error(pair: Pair) -> None:
 async def test_a_request_to_stream_is_checked_as_it_is_entered(pair: Pair) -> None:
     for opened in (pair.engine.stream, pair.engine.stream_events):
         with pytest.raises(ProtocolError, match="nonsense"):
-            async with opened("the cat", nonsense=1):
+            async with opened("the cat", nonsense=1):  # type: ignore[call-arg]
                 pass
 
 

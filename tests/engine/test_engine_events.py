@@ -34,7 +34,7 @@ from llamad_trio.core.engine_events import (
     StepDone,
 )
 from llamad_trio.engine import reporter
-from llamad_trio.engine.engine import open_named_engine
+from llamad_trio.engine.assembly import open_named_engine
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.watch.broadcast import Broadcast
 from tests.support import ENDLESS, ONE_THREAD, read_all, until, until_queued

@@ -16,7 +16,7 @@ import trio.testing
 
 from llamad_trio import ProtocolError
 from llamad_trio.engine import lane as lane_module
-from llamad_trio.engine.lane import Lane, computing
+from llamad_trio.engine.lane import Lane, counting_threads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,13 +119,13 @@ async def test_a_lane_belongs_to_one_run_at_a_time_and_then_to_another() -> None
 async def test_more_threads_than_cores_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     one, other = Lane(), Lane()
     with caplog.at_level(logging.WARNING, "llamad_trio"):
-        with computing(one, 2, 2), computing(one, 2, 2):
+        with counting_threads(one, 2, 2), counting_threads(one, 2, 2):
             assert caplog.records == []
-            with computing(other, 2, 2), computing(other, 1, 2):
+            with counting_threads(other, 2, 2), counting_threads(other, 1, 2):
                 (record,) = caplog.records
                 assert "2 lanes" in record.getMessage()
                 assert "4 threads on 2 cores" in record.getMessage()
-        with computing(one, 1, 2), computing(other, 1, 2):
+        with counting_threads(one, 1, 2), counting_threads(other, 1, 2):
             assert len(caplog.records) == 1
 
 

@@ -207,5 +207,5 @@ async def test_an_engine_of_another_run_is_refused_on_a_lane_in_use_and_costs_it
 @pytest.mark.parametrize("lane", ["mine", 1, object()])
 async def test_what_is_no_lane_is_refused(tiny_path: Path, lane: object) -> None:
     with pytest.raises(ProtocolError, match="lane"):
-        async with open_engine(tiny_path, ONE_THREAD, lane=lane):
+        async with open_engine(tiny_path, ONE_THREAD, lane=lane):  # type: ignore[call-overload]
             must_not_run("loaded")

@@ -180,7 +180,7 @@ async def test_a_word_that_is_begun_is_completed_sensibly(engine: Engine) -> Non
 
 async def test_ids_are_joined_to_nothing(engine: Engine) -> None:
     ids = await engine.tokenize("The cap")
-    expected = await engine.score_tokens(ids, await engine.tokenize("ital"))
+    expected = await engine._desk.score_tokens(ids, await engine.tokenize("ital"))
     (apart,) = await engine.score(Request(ids), ["ital"])
     (joined,) = await engine.score("The cap", ["ital"], raw=True)
     assert apart == pytest.approx(expected, abs=ROUGH)

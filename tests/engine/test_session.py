@@ -572,7 +572,7 @@ async def test_a_session_closed_while_it_prefills_holds_nothing(
                 await until(steps.begun.is_set)
             steps.let_go()
     assert len(statuses) == 1
-    assert exact._decode.scheduler._pool._held == {}
+    assert exact._desk.decode.scheduler._pool._held == {}
 
 
 async def test_a_prefill_cancelled_with_its_session_holds_nothing(
@@ -601,7 +601,7 @@ async def test_a_prefill_cancelled_with_its_session_holds_nothing(
         go.set()  # the step is shared: it is not aborted, and completes the prefill
         await other.result()
     assert exact.stats().aborted_steps == 0
-    assert exact._decode.scheduler._pool._held == {}
+    assert exact._desk.decode.scheduler._pool._held == {}
 
 
 # -- sessions beside each other -------------------------------------------------------------
@@ -690,7 +690,7 @@ async def test_more_sessions_than_sequences_all_work(tiny_model: TinyModels, kin
                 await session.ensure_prefix(PREFIX)
                 await session.prefill_suffix(suffix)
             texts = [await said(session, 6) for session in sessions]
-        assert engine._decode.scheduler._pool._held == {}
+        assert engine._desk.decode.scheduler._pool._held == {}
         stats = engine.stats()
         assert stats.kv_used_tokens == 0
         assert stats.kv_retained_tokens + stats.kv_free_tokens == 512

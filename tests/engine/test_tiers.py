@@ -93,7 +93,7 @@ def all_files_in(folder: Path) -> list[Path]:
 
 def knows(engine: Engine, asked: Request) -> bool:
     """Whether RAM or disk hold what the request begins with."""
-    found = engine._decode.scheduler._pool.find_shelved(asked.prompt)  # type: ignore[arg-type]
+    found = engine._desk.decode.scheduler._pool.find_shelved(asked.prompt)  # type: ignore[arg-type]
     return found is not None and found.n == N_PREFIX
 
 
@@ -145,7 +145,7 @@ async def test_what_left_the_pool_comes_back_from_ram(tiny_model: TinyModels, ki
     async with opened(path, ram=PLENTY) as engine:
         await engine.complete(first(1))
         await engine.complete(CROWD)
-        assert engine.resident(prefix(1)) == 0
+        assert engine._desk.resident(prefix(1)) == 0
         done = await engine.complete(second(1))
         assert done.cached_tokens == N_PREFIX
         assert done.text == expected
@@ -427,10 +427,10 @@ async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
             for seed in range(2, 3 * MAX_WRITES):
                 assert (await engine.complete(first(seed))).generated_tokens == 1
             assert disk.begun.is_set()
-            store = engine._decode._store
+            store = engine._desk.decode._store
             assert store is not None
             assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
-            shelf = engine._decode.scheduler._pool._shelf
+            shelf = engine._desk.decode.scheduler._pool._shelf
             assert shelf is not None
             assert shelf.n_bytes == 0
             disk.go_on()
@@ -471,7 +471,7 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
         assert go.wait(timeout=60)
 
     async def free_the_lane(engine: Engine) -> None:
-        await until(lambda: engine._decode.closed is not None)
+        await until(lambda: engine._desk.decode.closed is not None)
         go.set()
 
     async with (
@@ -482,13 +482,13 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
     ):
         # A prefix for every sequence: the first one is to give its own to the last request,
         # which goes on from all of the newest.
-        n_seqs = engine._runtime.facts.n_seqs
+        n_seqs = engine._desk.facts.n_seqs
         for seed in range(n_seqs):
             await engine.complete(first(seed))
         busy.start_soon(lambda: lane.run(occupy, abort=lambda: None))
         await until(begun.is_set)
         nursery.start_soon(engine.complete, second(n_seqs - 1))
-        await until(lambda: engine._decode.scheduler._plan is not None)
+        await until(lambda: engine._desk.decode.scheduler._plan is not None)
         # Its turn comes when the engine is closed.
         busy.start_soon(free_the_lane, engine)
         nursery.cancel_scope.cancel()

@@ -126,8 +126,7 @@ async def test_a_type_checker_knows_the_values_type() -> None:
     async with open_scripted_engine('{"name": "Ada", "age": 36}') as engine:
         done = await engine.complete("x", into=Person)
         assert_type(done, Completion[Person])
-        assert_type(done.value, Person | None)
-        assert done.value is not None
+        assert_type(done.value, Person)
         assert done.value.name == "Ada"
         plain = await engine.complete("x")
         assert_type(plain, Completion[Any])

@@ -395,9 +395,9 @@ def test_errors_come_out_as_themselves(tmp_path: Path) -> None:
 
     async def use(eng: AsyncEngine) -> None:
         with pytest.raises(ProtocolError, match="unknown field colour"):
-            await eng.complete("the cat", colour="red")
+            await eng.complete("the cat", colour="red")  # type: ignore[call-overload]
         with pytest.raises(ProtocolError, match="unknown field colour"):
-            eng.stream("the cat", colour="red")
+            eng.stream("the cat", colour="red")  # type: ignore[call-arg]
         with pytest.raises(InferenceError, match="no hat"):
             await eng.complete("a hat")
         with pytest.raises(InferenceError, match="no hat"):

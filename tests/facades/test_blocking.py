@@ -466,7 +466,7 @@ def test_errors_come_out_as_themselves() -> None:
     with blocking.open_with(partial(open_scripted_engine, model, n_ctx=100, n_slots=1)) as eng:
         for ask in (eng.complete, eng.complete_text, eng.stream, eng.count_tokens):
             with pytest.raises(ProtocolError, match="unknown field colour"):
-                ask("the cat", colour="red")
+                ask("the cat", colour="red")  # type: ignore[call-overload,call-arg]
         with pytest.raises(ProtocolError):
             eng.complete(5)  # type: ignore[call-overload]
         with pytest.raises(PromptTooLong) as too_long:
@@ -565,7 +565,7 @@ def test_what_keeps_an_engine_from_opening_comes_out(tiny_path: Path, tmp_path: 
     with pytest.raises(ModelLoadError, match="no such file"):
         blocking.open_engine(tmp_path / "none.gguf")
     with pytest.raises(ProtocolError, match="unknown config field colour"):
-        blocking.open_engine(tiny_path, colour="red")
+        blocking.open_engine(tiny_path, colour="red")  # type: ignore[call-arg]
 
     def refuse(fraction: float) -> None:
         raise ZeroDivisionError(fraction)

@@ -456,8 +456,8 @@ async def test_leaving_the_block_ends_everything_and_a_body_error_comes_out_as_i
         lambda: EngineSpec("a", unload_after_s="5"),  # type: ignore[arg-type]
         lambda: EngineSpec("a", isolation="thread"),  # type: ignore[arg-type]
         lambda: EngineSpec("a", isolation={}),  # type: ignore[arg-type]
-        lambda: EngineSpec("a", n_slot=3),
-        lambda: EngineSpec("a", n_slots="3"),
+        lambda: EngineSpec("a", n_slot=3),  # type: ignore[call-arg]
+        lambda: EngineSpec("a", n_slots="3"),  # type: ignore[arg-type]
     ],
 )
 async def test_a_wrong_spec_is_refused(make: Callable[[], EngineSpec]) -> None:

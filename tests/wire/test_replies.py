@@ -34,7 +34,7 @@ from llamad_trio.core.events import (
 )
 from llamad_trio.core.request import Request
 from llamad_trio.core.tools import ToolCall
-from llamad_trio.remote.reply import understood
+from llamad_trio.remote.reply import reading_reply
 from llamad_trio.wire.errors import CLOSING, error_from, error_reply, error_text
 from llamad_trio.wire.replies import completion_from, completion_reply, event_from, event_reply
 from llamad_trio.wire.strict_json import encode_line
@@ -368,7 +368,7 @@ COMPLETE: Json = {"text": "a", "prompt_tokens": 1, "generated_tokens": 2}
 def test_what_is_no_completion_is_an_inference_error(reply: Json) -> None:
     line = {**COMPLETE, **reply} if reply and "text" not in reply else reply
     with pytest.raises(InferenceError, match="reply is not understood"):
-        understood(partial(completion_from, line, ASKED))
+        reading_reply(partial(completion_from, line, ASKED))
 
 
 def test_an_error_whose_field_has_an_unknown_word_keeps_its_text() -> None:
