@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import (
     CONSTRAINTS,
@@ -19,6 +21,7 @@ from llamad_trio.core.request import (
     MAX_STOPS,
     Message,
     Request,
+    RequestFields,
 )
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -423,3 +426,25 @@ def test_a_choice_of_tools_there_are_not_is_refused(choice: str) -> None:
         Request("x", tool_choice=choice)
     for harmless in ("auto", "none"):
         assert Request("x", tool_choice=harmless).tool_choice == harmless
+
+
+WIDER = {"prompt_cache_dir": "str | PathLike[str] | None", "tensor_split": "Sequence[float]"}
+"""What is taken, where that is more than what a field then is."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [(Request, RequestFields), (EngineConfig, ConfigFields)]
+)
+def test_type_checkers_know_every_field_and_its_type(
+    kind: type[attrs.AttrsInstance], fields: type[object]
+) -> None:
+    told = {name: hint.__forward_arg__ for name, hint in fields.__annotations__.items()}
+    of_kind = {f.name: WIDER.get(f.name, f.type) for f in attrs.fields(kind)}
+    of_kind.pop("prompt", None)
+    assert list(told.items()) == list(of_kind.items())
+
+
+def test_help_tells_the_types_of_fields() -> None:
+    shown = str(inspect.signature(Request))
+    assert "max_tokens: 'int' = 256" in shown
+    assert "seed: 'int | None' = None" in shown
