@@ -12,8 +12,7 @@ from llamad_trio.core.errors import IncompleteOutput, InferenceError, ProtocolEr
 from llamad_trio.core.fields import text, unknown_names
 from llamad_trio.core.request import Request
 from llamad_trio.typed.function_tool import tool_from
-from llamad_trio.typed.structure import describe as description_of
-from llamad_trio.typed.structure import schema_of, structure
+from llamad_trio.typed.structure import describe as description_of, schema_of, structure
 
 
 def as_request(request: Request | str, fields: Mapping[str, Any]) -> Request:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.chat.guard import SENTINELS, Guard
 from llamad_trio.core.errors import ProtocolError

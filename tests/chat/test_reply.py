@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser, new_call_id

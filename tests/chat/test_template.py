@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.chat.template import ChatTemplate, Limits, TemplateTimeout
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature

@@ -6,8 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llamad_trio.constraints import gbnf
 from llamad_trio.constraints.gbnf import Chars, Choice, Node, Ref, Repeat, Sequence, parse_gbnf

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import gguf
 import llama_cpp.llama_cpp as lib
 import pytest
-from hypothesis import HealthCheck, event, given, note, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, note, settings, strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.llamacpp import lltokenizer_from_vocab
 

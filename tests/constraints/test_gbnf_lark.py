@@ -9,8 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llamad_trio.constraints import gbnf_lark
 from llamad_trio.constraints.gbnf_lark import gbnf_to_lark

@@ -8,8 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import ProtocolError

@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import TOOL_CHOICES, Tool, ToolCall

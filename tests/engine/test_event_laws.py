@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 import trio.testing
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio import EngineClosed, InferenceError, PromptTooLong, SessionFatal
 from llamad_trio.core.engine_events import (

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from llamad_trio import (
     EngineConfig,

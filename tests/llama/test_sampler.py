@@ -10,8 +10,7 @@ import attrs
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio.llama.sampler import Sampler
 from llamad_trio.scheduling.plan import SamplerSpec

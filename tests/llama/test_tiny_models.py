@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from tests.models import (
     CHAT_TEMPLATE,

@@ -6,8 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.preflight.advice import Advice
 from llamad_trio.preflight.instructions import (

@@ -19,8 +19,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from llamad_trio import (

@@ -8,8 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.scheduling.snapshot_file import (

@@ -19,8 +19,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from llamad_trio import Engine, Limits, open_engine, serve_unix

@@ -9,8 +9,7 @@ from functools import partial
 
 import pytest
 import trio
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from llamad_trio import (

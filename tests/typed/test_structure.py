@@ -20,8 +20,7 @@ import jsonschema
 import llguidance
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from llamad_trio.constraints.schema_vetting import vet_schema
 from llamad_trio.core.errors import ProtocolError

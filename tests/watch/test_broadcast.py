@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 import trio.testing
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.core.engine_events import EngineStopped, FirstToken, Lagged
 from llamad_trio.core.errors import InferenceError

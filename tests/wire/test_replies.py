@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import attrs
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from llamad_trio.core import errors
 from llamad_trio.core.completion import Completion, TokenLogprob
