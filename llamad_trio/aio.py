@@ -244,7 +244,7 @@ class AsyncEngine(EngineHandle):
 
     async def _ask(self, work: Callable[[EngineLike], Awaitable[T]]) -> T:
         call = Call(self._run, work)
-        await _answered(self._run, call, lambda: call.is_here)
+        await _submit_and_wait(self._run, call, lambda: call.is_here)
         return call.get()
 
 
@@ -269,7 +269,7 @@ class AsyncStream(StreamHandle[PartT], Generic[PartT]):
         """
         call = self._call
         if not call.has_news:
-            await _answered(self._engine._run, call, lambda: call.has_news)
+            await _submit_and_wait(self._engine._run, call, lambda: call.has_news)
         try:
             return call.take()
         except IndexError:
@@ -331,7 +331,7 @@ async def _end(run: BackgroundRun) -> None:
     run.join()  # it has said its last word
 
 
-async def _answered(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
+async def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
     """Submit a call, if that was not done, and wait; a cancel of the task cancels the call."""
     run.check_thread()
     try:

@@ -302,7 +302,7 @@ class BlockingEngine(EngineHandle):
 
     def _ask(self, work: Callable[[EngineLike], Awaitable[T]], timeout: float | None = None) -> T:
         call = Call(self._run, work, timeout)
-        _answered(self._run, call, lambda: call.is_here)
+        _submit_and_wait(self._run, call, lambda: call.is_here)
         return _result_or_exit(call)
 
 
@@ -328,7 +328,7 @@ class BlockingStream(StreamHandle[PartT], Generic[PartT]):
         """
         call = self._call
         if not call.has_news:
-            _answered(self._engine._run, call, lambda: call.has_news)
+            _submit_and_wait(self._engine._run, call, lambda: call.has_news)
         try:
             return call.take()
         except IndexError:
@@ -383,7 +383,7 @@ class BlockingTextStream(BlockingStream[str]):
         return piece
 
 
-def _answered(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
+def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
     """Submit a call, if that was not done, and wait; whatever interrupts it cancels the call."""
     run.check_thread()
     try:

@@ -56,7 +56,7 @@ async def estimate_memory(
             what it needs.
         ProtocolError: a setting of the wrong type, or an unknown one.
     """
-    merged = EngineConfig.merged(config, overrides)
+    merged = EngineConfig.merge(config, overrides)
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
     merged = await proven(merged, model)

@@ -76,7 +76,7 @@ def open_engine(
         ProtocolError: a setting of the wrong type, or an unknown one.
         EngineCrashed: the process of an isolated engine has ended.
     """
-    config = EngineConfig.merged(config, overrides)
+    config = EngineConfig.merge(config, overrides)
     if isolation is None:
         return open_named_engine(model, config, on_load=on_load)
     if isolation != "process":

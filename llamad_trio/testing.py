@@ -183,12 +183,12 @@ class ScriptedModel:
         scores: dict[int, list[float]] = {}
         for work in plan.work:
             if work.targets:
-                with self._failing(work.request_id):
+                with self._failures_noted(work.request_id):
                     scores[work.request_id] = self._scores(work)
         failing = [*sampling, *(work.request_id for work in plan.work if work.targets)]
         return StepResult(
             status=StepStatus.DONE,
-            sampled={i: self._sampled(i) for i in sampling if i in self._scripts},
+            sampled={i: self._sample(i) for i in sampling if i in self._scripts},
             scores=scores,
             failures={i: self._failures[i] for i in failing if i in self._failures},
             elapsed_s=elapsed_s,
@@ -243,7 +243,7 @@ class ScriptedModel:
         return [0.0 if reply.startswith(text) else _UNLIKELY for text in said]
 
     def _write_script(self, spec: SamplerSpec) -> None:
-        with self._failing(spec.request_id):
+        with self._failures_noted(spec.request_id):
             reply = self._reply(self.detokenize(spec.seen))
             if isinstance(reply, Exception):
                 raise reply
@@ -252,14 +252,14 @@ class ScriptedModel:
             self._scripts[spec.request_id] = [*map(ord, reply), _END]
 
     @contextmanager
-    def _failing(self, request_id: int) -> Iterator[None]:
+    def _failures_noted(self, request_id: int) -> Iterator[None]:
         """What is raised becomes the request's own `InferenceError`."""
         try:
             yield
         except Exception as error:
             self._failures[request_id] = f"{type(error).__name__}: {error}"
 
-    def _sampled(self, request_id: int) -> Sampled:
+    def _sample(self, request_id: int) -> Sampled:
         token = self._scripts[request_id][0]
         piece = b"" if token == _END else chr(token).encode()
         told = TokenLogprob(token, piece, 0.0) if request_id in self._with_logprobs else None
@@ -317,13 +317,13 @@ async def open_scripted_engine(
 
     Leaving the block, cancelling and crashes are as with `open_engine`.
     """
-    config = EngineConfig.merged(config or EngineConfig(), overrides)
-    async with _scripted(model, config) as engine:
+    config = EngineConfig.merge(config or EngineConfig(), overrides)
+    async with _open_scripted(model, config) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def _scripted(
+async def _open_scripted(
     model: ScriptedModel | Reply | Mapping[str, Reply] | Callable[[str], Reply],
     config: EngineConfig,
     name: str = "",
@@ -367,7 +367,7 @@ async def open_scripted_models(
         model = models[spec.model]
         if isinstance(model, LlamadError):
             raise copy.copy(model)
-        async with _scripted(model, spec.config, name, broadcast) as engine:
+        async with _open_scripted(model, spec.config, name, broadcast) as engine:
             yield engine
 
     specs = {name: EngineSpec(name) for name in models} if specs is None else specs

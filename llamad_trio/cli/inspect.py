@@ -34,7 +34,7 @@ def inspect_command(
 
     asked = {"n_ctx": n_ctx, "n_slots": n_slots}
     given = {name: value for name, value in asked.items() if value is not None}
-    config = EngineConfig.merged(None, given)
+    config = EngineConfig.merge(None, given)
     path = ensure_model(model)
     info: ModelInfo = trio.run(_inspect, path)
     if template:

@@ -165,7 +165,7 @@ class EngineConfig:
         return cls(**values)
 
     @classmethod
-    def merged(cls, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
+    def merge(cls, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
         """A config, by default the environment's, with some of its fields replaced.
 
         Raises:

@@ -59,6 +59,6 @@ class EngineSpec:
             raise ProtocolError(f'isolation must be "process" or None, not {isolation!r}')
         if unload_after_s is not None:
             unload_after_s = number(YEAR_S, 0.0, YEAR_S)(unload_after_s, "unload_after_s")
-        whole = EngineConfig.merged(config, overrides)
+        whole = EngineConfig.merge(config, overrides)
         init = self.__attrs_init__  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
         init(fsdecode(model), whole, load, unload_after_s, isolation)

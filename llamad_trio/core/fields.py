@@ -36,14 +36,14 @@ def apply_converters(_cls: type, fields: list[attrs.Attribute[Any]]) -> list[att
     caller's mistake would be found at run time only.
     """
     return [
-        field.evolve(converter=_named(field.metadata[_CONVERT], field.name))
+        field.evolve(converter=_bind_name(field.metadata[_CONVERT], field.name))
         if _CONVERT in field.metadata
         else field
         for field in fields
     ]
 
 
-def _named(convert: Convert[T], name: str) -> Callable[[object], T]:
+def _bind_name(convert: Convert[T], name: str) -> Callable[[object], T]:
     return lambda value: convert(value, name)
 
 
@@ -122,8 +122,8 @@ def unknown_names(unknown: Iterable[str], known: Iterable[str]) -> str:
     """Names that nobody knows, for an error: each with the known one that it is most like."""
     known = list(known)
 
-    def told(name: str) -> str:
+    def tell(name: str) -> str:
         near = get_close_matches(name, known, n=1)
         return f"{name} (did you mean {near[0]}?)" if near else name
 
-    return ", ".join(map(told, sorted(unknown)))
+    return ", ".join(map(tell, sorted(unknown)))

@@ -56,7 +56,7 @@ class RestartBook:
         """Those that count, oldest first."""
         return tuple(self._failures)
 
-    def failed(self, now: float, error: BaseException) -> float | None:
+    def note_failure(self, now: float, error: BaseException) -> float | None:
         """Note a failure; the seconds to wait before a restart, `None` to give up."""
         policy = self._policy
         while self._failures and self._failures[0].time_s < now - policy.within_s:

@@ -126,7 +126,7 @@ async def run_engine(
     async with open_plain_nursery() as nursery:
         nursery.start_soon(decode.run)
         nursery.start_soon(preprocessor.run)
-        reporter.loaded(trio.current_time() - loading_since)
+        reporter.tell_loaded(trio.current_time() - loading_since)
         try:
             desk = Desk(runtime, config, decode, preprocessor, to_preprocess)
             yield Engine(desk, own_broadcast)

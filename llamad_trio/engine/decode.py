@@ -66,20 +66,20 @@ class DecodeActor:
     def register(self, ticket: Ticket) -> None:
         """From now on the ticket gets its outcome here."""
         self._tickets[ticket.id] = ticket
-        self._reporter.queued(ticket)
+        self._reporter.tell_queued(ticket)
 
     def is_live(self, ticket: Ticket) -> bool:
         """Whether the ticket still waits for its outcome."""
         return ticket.id in self._tickets
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Something has changed: look again for work."""
         self._bell.set()
 
     def resume(self, ticket_id: int) -> None:
         """A reader has caught up."""
         self.scheduler.resume(ticket_id)
-        self.ring()
+        self.wake()
 
     def reject(self, ticket: Ticket, error: LlamadError) -> None:
         """The request cannot even start."""
@@ -94,11 +94,11 @@ class DecodeActor:
         if self._tickets.pop(ticket.id, None) is None:
             return
         self.outcomes["cancelled"] += 1
-        self._reporter.cancelled(ticket)
+        self._reporter.tell_cancelled(ticket)
         self.scheduler.cancel(ticket.id)
         if self.scheduler.in_flight_is_unwanted:
             self._runtime.request_abort()
-        self.ring()
+        self.wake()
 
     def close(self, error: LlamadError, reason: str | None = None) -> None:
         """Take nothing any more; every request still without an outcome gets this error.
@@ -112,7 +112,7 @@ class DecodeActor:
         for ticket in self._tickets.values():
             self._fail(ticket, copy.copy(error))
         self._tickets.clear()
-        self._reporter.stopped(reason)
+        self._reporter.tell_stopped(reason)
 
     def closed_error(self) -> LlamadError:
         """Why the engine takes nothing any more: a copy, to be raised by one task."""
@@ -165,7 +165,7 @@ class DecodeActor:
             threads = self.scheduler.threads_in_force
             self._deliver(self.scheduler.apply(result))
             if threads != self.scheduler.threads_in_force:
-                self._reporter.threads_changed(*self.scheduler.threads_in_force)
+                self._reporter.tell_threads(*self.scheduler.threads_in_force)
 
     def _exchange_with_store(self) -> None:
         if self._store is not None:
@@ -176,7 +176,7 @@ class DecodeActor:
 
     def _take_read(self, key: int, snapshot: Snapshot | None) -> None:
         self.scheduler.read(key, snapshot)
-        self.ring()
+        self.wake()
 
     async def load_index(self) -> None:
         """Make known what is on disk, before the first request."""
@@ -209,16 +209,16 @@ class DecodeActor:
         for ticket_id in self.scheduler.take_preempted():
             # One that never was in a step has not lost anything.
             if (ticket := self._tickets.get(ticket_id)) and ticket.has_begun:
-                self._reporter.preempted(ticket)
+                self._reporter.tell_preempted(ticket)
         for work in plan.work if plan is not None else ():
             ticket = self._tickets[work.request_id]
             if ticket.begin():
-                self._reporter.started(ticket, cached_tokens=work.pos)
+                self._reporter.tell_started(ticket, cached_tokens=work.pos)
 
     def _report_step(self, plan: StepPlan, result: StepResult, n_running: int) -> None:
         stands = result.status is StepStatus.DONE
         n_generated = self.scheduler.n_generated
-        self._reporter.step_done(
+        self._reporter.tell_step(
             duration_s=result.elapsed_s if stands else 0.0,
             decode_tokens=n_generated if stands else 0,
             prefill_tokens=plan.n_tokens - n_generated if stands else 0,
@@ -227,7 +227,7 @@ class DecodeActor:
         )
         for ticket_id in result.sampled:
             if (ticket := self._tickets.get(ticket_id)) and ticket.token_sampled():
-                self._reporter.first_token(ticket)
+                self._reporter.tell_first_token(ticket)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -238,11 +238,11 @@ class DecodeActor:
                 case Finished(id=ticket_id):
                     self.outcomes["completed"] += 1
                     ticket = self._tickets.pop(ticket_id)
-                    self._reporter.finished(ticket, ticket.finish(event))
+                    self._reporter.tell_finished(ticket, ticket.finish(event))
                 case Failed(id=ticket_id, error=error):
                     self._fail(self._tickets.pop(ticket_id), error)
 
     def _fail(self, ticket: Ticket, error: LlamadError) -> None:
         self.outcomes["failed"] += 1
         ticket.fail(error)
-        self._reporter.failed(ticket, error)
+        self._reporter.tell_failed(ticket, error)

@@ -85,19 +85,19 @@ class Desk:
             request: what to compute.
             holder: set to only compute the prompt, and to hold on to its KV by this name.
         """
-        async with self._submitted(request, holder=holder) as ticket:
+        async with self._live_ticket(request, holder=holder) as ticket:
             return await ticket.outcome()
 
     @asynccontextmanager
     async def reply_to(self, request: Request) -> AsyncIterator[TicketSource]:
         """Compute a request inside the block, and read the parts of its reply."""
-        async with self._submitted(request, streams=True) as ticket:
+        async with self._live_ticket(request, streams=True) as ticket:
             yield TicketSource(ticket, withdraw=lambda: self.decode.withdraw(ticket))
 
     async def score_tokens(self, prompt: Sequence[int], targets: Sequence[int]) -> float:
         """The natural logarithm of the probability that `targets` follow `prompt`."""
         request = Request([*prompt, *targets[:-1]])
-        async with self._submitted(request, targets=targets) as ticket:
+        async with self._live_ticket(request, targets=targets) as ticket:
             await ticket.outcome()
             return sum(ticket.scores)
 
@@ -124,7 +124,7 @@ class Desk:
         return self.decode.scheduler.resident(tokens)
 
     @asynccontextmanager
-    async def _submitted(
+    async def _live_ticket(
         self,
         request: Request,
         *,
@@ -200,7 +200,7 @@ class Desk:
     async def prepare_scoring(self, request: Request, continuations: Sequence[str]) -> Scoring:
         """The tokens of a prompt, and of texts that follow it."""
         return await self._ask(
-            partial(self._preprocessor.scoring, request, continuations),
+            partial(self._preprocessor.scoring_tokens, request, continuations),
             request.n_chars + sum(map(len, continuations)),
             is_constrained=request.is_constrained,
         )

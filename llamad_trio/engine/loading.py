@@ -59,7 +59,7 @@ async def loaded_model(
     loaded = await trio.to_thread.run_sync(_load, model, config, on_load, limiter=limiter)
     runtime = loaded.runtime
     try:
-        with _explained(model):
+        with _os_errors_as_load_error(model):
             await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield loaded
     finally:
@@ -92,7 +92,7 @@ def _load(
         return True
 
     try:
-        with _explained(model):
+        with _os_errors_as_load_error(model):
             path = resolve_model(model)
             runtime = LlamaRuntime(path, config, physical_cores(), on_progress)
     except Exception:
@@ -100,7 +100,7 @@ def _load(
             raise stopped_by from None
         raise
     try:
-        with _explained(model):
+        with _os_errors_as_load_error(model):
             runtime.identify(file_sha256(path, between_chunks=trio.from_thread.check_cancelled))
         return Loaded(runtime, compile_template(runtime.facts))
     except BaseException:
@@ -119,7 +119,7 @@ def _library_errors(model: str | PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(model: str | PathLike[str]) -> Iterator[None]:
+def _os_errors_as_load_error(model: str | PathLike[str]) -> Iterator[None]:
     """What the system refuses makes the load fail.  What `on_load` raises is not ours to say."""
     try:
         yield

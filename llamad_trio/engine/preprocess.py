@@ -138,7 +138,7 @@ class Preprocessor:
             turn = self._chat.turn(request, "", limits)
             tokens = list(request.prompt)
         else:
-            turn, tokens = self._unforged(
+            turn, tokens = self._tokenize_unforged(
                 request,
                 lambda sentinel: self._chat.turn(request, sentinel, limits),
                 lambda turn: turn.prompt,
@@ -169,10 +169,12 @@ class Preprocessor:
             )
             return text, text.replace(sentinel, "")
 
-        (_, text), tokens = self._unforged(messages, render, lambda rendered: rendered[0])
+        (_, text), tokens = self._tokenize_unforged(messages, render, lambda rendered: rendered[0])
         return text, tokens
 
-    def scoring(self, request: Request, continuations: Sequence[str], limits: Limits) -> Scoring:
+    def scoring_tokens(
+        self, request: Request, continuations: Sequence[str], limits: Limits
+    ) -> Scoring:
         """The tokens of a prompt, and of texts that follow it.  Raises as `tokens`."""
         turn, prompt = self.tokens(request, limits)
         wholes: list[list[int]] = []
@@ -189,7 +191,7 @@ class Preprocessor:
         self._check_length(len(scoring.prompt) + longest)
         return scoring
 
-    def _unforged(
+    def _tokenize_unforged(
         self, source: object, make: Callable[[str], T], text_of: Callable[[T], str]
     ) -> tuple[T, list[int]]:
         """Make something with a prompt's text in it, and tokenise that.
@@ -237,7 +239,7 @@ class Preprocessor:
             self._decode.reject(ticket, InferenceError(f"{type(error).__name__}: {error}"))
             return
         await self._outbox.send(prepared)
-        self._decode.ring()
+        self._decode.wake()
 
     def _ready(self, ticket: Ticket, limits: Limits) -> Prepared:
         request = ticket.request

@@ -63,22 +63,22 @@ class Reporter:
         """Whether anybody listens."""
         return self._broadcast.has_readers
 
-    def loaded(self, load_s: float) -> None:
+    def tell_loaded(self, load_s: float) -> None:
         """The engine takes requests."""
         if self.is_heard:
             self._broadcast.publish(EngineLoaded(**self._now(), load_s=load_s))
 
-    def stopped(self, reason: str | None) -> None:
+    def tell_stopped(self, reason: str | None) -> None:
         """The engine takes no requests any more."""
         if self.is_heard:
             self._broadcast.publish(EngineStopped(**self._now(), reason=reason))
 
-    def queued(self, ticket: Ticket) -> None:
+    def tell_queued(self, ticket: Ticket) -> None:
         """A request was accepted."""
         if self.is_heard:
             self._broadcast.publish(RequestQueued(**self._whole(ticket)))
 
-    def started(self, ticket: Ticket, cached_tokens: int) -> None:
+    def tell_started(self, ticket: Ticket, cached_tokens: int) -> None:
         """A request is in a step for the first time, behind `cached_tokens` of its prompt."""
         if not self.is_heard:
             return
@@ -90,17 +90,17 @@ class Reporter:
         if cached_tokens:
             self._broadcast.publish(PrefixReused(**of, cached_tokens=cached_tokens))
 
-    def first_token(self, ticket: Ticket) -> None:
+    def tell_first_token(self, ticket: Ticket) -> None:
         """A request has generated something."""
         if self.is_heard:
             self._broadcast.publish(FirstToken(**self._of(ticket), ttft_s=ticket.ttft_s))
 
-    def preempted(self, ticket: Ticket) -> None:
+    def tell_preempted(self, ticket: Ticket) -> None:
         """A running request waits again."""
         if self.is_heard:
             self._broadcast.publish(RequestPreempted(**self._of(ticket)))
 
-    def finished(self, ticket: Ticket, completion: Completion) -> None:
+    def tell_finished(self, ticket: Ticket, completion: Completion) -> None:
         """A request is complete."""
         if self.is_heard:
             self._broadcast.publish(
@@ -115,7 +115,7 @@ class Reporter:
                 )
             )
 
-    def failed(self, ticket: Ticket, error: LlamadError) -> None:
+    def tell_failed(self, ticket: Ticket, error: LlamadError) -> None:
         """A request ended with an error."""
         if self.is_heard:
             end = self._whole(ticket)
@@ -125,7 +125,7 @@ class Reporter:
                 RequestFailed(**end, duration_s=duration_s, error=copy.copy(error))
             )
 
-    def cancelled(self, ticket: Ticket) -> None:
+    def tell_cancelled(self, ticket: Ticket) -> None:
         """Whoever asked has left."""
         if self.is_heard:
             end = self._whole(ticket)
@@ -133,7 +133,7 @@ class Reporter:
                 RequestCancelled(**end, duration_s=end["time"] - ticket.submitted_at)
             )
 
-    def step_done(
+    def tell_step(
         self,
         *,
         duration_s: float,
@@ -155,7 +155,7 @@ class Reporter:
                 )
             )
 
-    def threads_changed(self, n_threads: int, n_threads_batch: int) -> None:
+    def tell_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Other numbers of threads compute from now on."""
         if self.is_heard:
             self._broadcast.publish(

@@ -152,7 +152,7 @@ class Session:
             ContextOverflow: it does not fit, at stage `"prefix"`.
             ProtocolError, InferenceError, EngineClosed, SessionFatal: as `Engine.complete`.
         """
-        content = _checked(prefix)
+        content = _check_content(prefix)
         async with self._alone():
             text, tokens = await self._tokens(content, ends_open=False)
             before = self._context.tokens
@@ -186,11 +186,11 @@ class Session:
             ProtocolError: text after messages, or messages after text; and all that
                 `ensure_prefix` raises.
         """
-        content = _checked(suffix)
+        content = _check_content(suffix)
         async with self._alone():
             prefix = self._before_suffix or self._context
             self._context, self._before_suffix = prefix, None
-            text, tokens = await self._tokens(_joined(self._prefix, content), ends_open=True)
+            text, tokens = await self._tokens(_join(self._prefix, content), ends_open=True)
             n_prefix = common_length(prefix.tokens, tokens, len(tokens))
             self._check_room("suffix", n_prefix, len(tokens))
             self._reused, resident = await self._hold("suffix", tokens)
@@ -320,7 +320,7 @@ async def open_session(desk: Desk) -> AsyncIterator[Session]:
         session.close()
 
 
-def _checked(content: Content) -> str | tuple[Message, ...]:
+def _check_content(content: Content) -> str | tuple[Message, ...]:
     if isinstance(content, str):
         prompt = Request(content, raw=True).prompt
         assert isinstance(prompt, str)
@@ -328,7 +328,7 @@ def _checked(content: Content) -> str | tuple[Message, ...]:
     return tuple(Request("", history=content).history)
 
 
-def _joined(
+def _join(
     prefix: str | tuple[Message, ...], suffix: str | tuple[Message, ...]
 ) -> str | tuple[Message, ...]:
     if isinstance(prefix, str) and isinstance(suffix, str):

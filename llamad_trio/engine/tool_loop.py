@@ -120,17 +120,17 @@ async def _result(tools: dict[str, Tool], call: ToolCall) -> str:
     if tool is None:
         return f"error: there is no tool {call.name!r}"
     try:
-        content = _as_text(await _called(tool, call))
+        content = _as_text(await _call_function(tool, call))
     except Exception as error:  # told to the model, which may do better
         logger.info("tool %s failed", call.name, exc_info=True)
-        content = f"error: {_told(error)}"
+        content = f"error: {_error_text(error)}"
     return _storable(content)
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """What happened; of a nursery, to each of its tasks that failed."""
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(map(_told, error.exceptions))
+        return "; ".join(map(_error_text, error.exceptions))
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # the tool's, which need not be able to show itself
@@ -152,7 +152,7 @@ def _plain(value: object) -> object:
     return str(value) if dump is None else dump(mode="json")
 
 
-async def _called(tool: Tool, call: ToolCall) -> object:
+async def _call_function(tool: Tool, call: ToolCall) -> object:
     arguments = call_arguments(tool, call.arguments)
     function = tool.function
     assert function is not None

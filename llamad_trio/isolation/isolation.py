@@ -79,7 +79,7 @@ async def open_isolated_engine(
     reporter = Reporter(own_broadcast, name)
     # Here already: who reads this program's log is told.
     config = await proven(with_lane_threads(config), model)
-    async with _running(fspath(model)) as child:
+    async with _open_child(fspath(model)) as child:
         # What has ended already will be told when it is waited for.
         with suppress(trio.BrokenResourceError):
             await child.channel.send_all(_order_line(fspath(model), config, name))
@@ -94,7 +94,7 @@ async def open_isolated_engine(
                 with own_broadcast.fed_by(relay), count_lane_threads(Lane(), engine.config):
                     if own_broadcast.has_readers:
                         await relay.attach()
-                    reporter.loaded(trio.current_time() - began)
+                    reporter.tell_loaded(trio.current_time() - began)
                     yield engine
             finally:
                 engine.close()
@@ -111,13 +111,13 @@ async def _close(
             await relay.drain()
     finally:
         relay.end(child.error or EngineClosed())
-        reporter.stopped(None if child.error is None else str(child.error))
+        reporter.tell_stopped(None if child.error is None else str(child.error))
         broadcast.close()
 
 
 @asynccontextmanager
 @ends_in_order
-async def _running(model: str) -> AsyncIterator[_Child]:
+async def _open_child(model: str) -> AsyncIterator[_Child]:
     """The process, which does not outlive the block."""
     async with AsyncExitStack() as stack:
         try:
@@ -125,7 +125,7 @@ async def _running(model: str) -> AsyncIterator[_Child]:
             channel = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
             await stack.enter_async_context(channel)
             with theirs:
-                process = await _started(theirs.fileno())
+                process = await _start_process(theirs.fileno())
         except OSError as error:
             raise ModelLoadError(model, f"no process for it: {error.strerror}") from error
         child = _Child(process, channel)
@@ -137,7 +137,7 @@ async def _running(model: str) -> AsyncIterator[_Child]:
                 await uninterrupted(child.end)
 
 
-async def _started(fd: int) -> trio.Process:
+async def _start_process(fd: int) -> trio.Process:
     return await trio.lowlevel.open_process(
         [*COMMAND, str(fd), str(os.getpid())],
         stdin=subprocess.DEVNULL,

@@ -28,7 +28,7 @@ class Callers:
         self._n_readers = 0
 
     @contextmanager
-    def remembered(self) -> Iterator[None]:
+    def remember_ended(self) -> Iterator[None]:
         """Somebody reads events inside the block."""
         self._n_readers += 1
         try:
@@ -39,7 +39,7 @@ class Callers:
                 self._ended.clear()
 
     @contextmanager
-    def calling(self) -> Iterator[str]:
+    def register_call(self) -> Iterator[str]:
         """This task waits for a call inside the block.  Gives the call's id."""
         call_id = f"{self._name}-{next(self._numbers)}"
         self._waiting[call_id] = copy_context()

@@ -185,7 +185,7 @@ class RemoteEngine(EngineLike):
     async def _events(self, max_events: int) -> AsyncIterator[RemoteEvents]:
         check_max_events(max_events)
         call = Events(max_events=max_events, model=self._name)
-        with self._callers.remembered():  # before it watches over there
+        with self._callers.remember_ended():  # before it watches over there
             async with self._open_call(call) as reply:
                 await reply.next_line()  # it watches from here on
                 events = RemoteEvents(reply, self._callers)
@@ -197,12 +197,12 @@ class RemoteEngine(EngineLike):
     # -- requests: see `EngineLike`.  A cancel hangs up, which stops the work ---------------
 
     async def _complete(self, request: Request) -> Completion:
-        async with self._generated(request, stream=False, events=False) as reply:
+        async with self._open_reply(request, stream=False, events=False) as reply:
             return await reply.outcome()
 
     @asynccontextmanager
     async def _reply_to(self, request: Request, *, events: bool) -> AsyncIterator[ReplySource]:
-        async with self._generated(request, stream=not events, events=events) as reply:
+        async with self._open_reply(request, stream=not events, events=events) as reply:
             yield reply
 
     async def _score(self, request: Request, continuations: Sequence[str]) -> list[float]:
@@ -241,7 +241,7 @@ class RemoteEngine(EngineLike):
         self._is_closed = True
 
     @asynccontextmanager
-    async def _generated(
+    async def _open_reply(
         self, request: Request, *, stream: bool, events: bool
     ) -> AsyncIterator[RemoteSource]:
         call = Generate(
@@ -268,7 +268,7 @@ class RemoteEngine(EngineLike):
             raise EngineClosed
         async with AsyncExitStack() as stack:
             if isinstance(call, Generate | Score | Choose):  # what events tell of
-                call_id = stack.enter_context(self._callers.calling())
+                call_id = stack.enter_context(self._callers.register_call())
                 call = attrs.evolve(call, id=call_id)
             try:
                 reply = await stack.enter_async_context(open_call(self._peer, call))

@@ -230,7 +230,7 @@ class Supervisor:
                     self._refuse(error)
                     return
                 failed_at = trio.current_time()
-                delay_s = self._book.failed(failed_at, error)
+                delay_s = self._book.note_failure(failed_at, error)
                 if delay_s is None:
                     raise RestartsExhausted(self.name, self._book.failures) from error
                 logger.warning("%s failed: %s; again in %.1f s", self.name, error, delay_s)

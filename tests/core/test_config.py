@@ -275,4 +275,4 @@ def test_what_is_no_config_is_refused() -> None:
     wrong: tuple[Any, ...] = (5, 0, "x", {})
     for config in wrong:
         with pytest.raises(ProtocolError, match="config must be an EngineConfig"):
-            EngineConfig.merged(config, {})
+            EngineConfig.merge(config, {})

@@ -280,7 +280,7 @@ async def test_garbage_is_a_typed_error(
 async def test_a_process_that_is_gone_before_it_is_told_anything_is_a_typed_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supervised: bool
 ) -> None:
-    started = isolation_module._started
+    started = isolation_module._start_process
 
     async def started_and_gone(fd: int) -> trio.Process:
         process = await started(fd)
@@ -288,7 +288,7 @@ async def test_a_process_that_is_gone_before_it_is_told_anything_is_a_typed_erro
         return process
 
     monkeypatch.setattr(isolation_module, "COMMAND", ("false",))
-    monkeypatch.setattr(isolation_module, "_started", started_and_gone)
+    monkeypatch.setattr(isolation_module, "_start_process", started_and_gone)
     with pytest.raises(EngineCrashed):
         if is_supervised:
             async with open_models({"a": EngineSpec(tmp_path, isolation="process")}) as models:
