@@ -22,8 +22,8 @@ from llamad_trio.core.fields import (
     unknown_names,
     whole_number,
 )
+from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.core.request import MAX_INT
-from llamad_trio.scheduling.runtime import LaneLike
 
 logger: logging.Logger = logging.getLogger("llamad_trio")
 

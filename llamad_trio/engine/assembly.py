@@ -16,6 +16,7 @@ import trio
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError
+from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.engine.decode import DecodeActor
 from llamad_trio.engine.desk import Desk
 from llamad_trio.engine.engine import Engine
@@ -28,7 +29,7 @@ from llamad_trio.engine.ticket import Ticket
 from llamad_trio.preflight.prove import proven
 from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.pool import Reuse
-from llamad_trio.scheduling.runtime import LaneLike, ModelFacts, Runtime
+from llamad_trio.scheduling.runtime import ModelFacts, Runtime
 from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.scheduling.shelf import Shelf
 from llamad_trio.scheduling.threads import ComputeThreads

@@ -9,11 +9,12 @@ from functools import partial
 import trio
 
 from llamad_trio.core.errors import EngineClosed, LlamadError
+from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.engine.reporter import Reporter
 from llamad_trio.engine.store import SnapshotStore, StoreActor
 from llamad_trio.engine.ticket import Ticket
 from llamad_trio.scheduling.plan import Prepared, StepPlan, StepResult, StepStatus
-from llamad_trio.scheduling.runtime import LaneLike, Runtime
+from llamad_trio.scheduling.runtime import Runtime
 from llamad_trio.scheduling.scheduler import Event, Failed, Finished, Piece, Scheduler
 from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, shielded

@@ -1,4 +1,4 @@
-"""The two seams between the actors and what computes: a runtime, and the lane it runs on.
+"""The seam between the actors and what computes.
 
 llama.cpp on a thread is one implementation; the scripted model of
 `llamad_trio.testing` on Trio's clock is another.
@@ -6,16 +6,13 @@ llama.cpp on a thread is one implementation; the scripted model of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import attrs
 
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.scheduling.plan import CompiledConstraint, StepPlan, StepResult
-
-T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -92,28 +89,4 @@ class Runtime(Protocol):
 
     def clear_abort(self) -> None:
         """Let steps run again.  While none runs."""
-        ...
-
-
-@runtime_checkable
-class LaneLike(Protocol):
-    """Where steps run, one at a time."""
-
-    def hosted(self) -> AbstractAsyncContextManager[None]:
-        """Keep the lane alive inside the block."""
-        ...
-
-    async def run(
-        self,
-        job: Callable[[], T],
-        *,
-        abort: Callable[[], None],
-        engine: object = None,
-        weight: int = 1,
-    ) -> T:
-        """Run `job` on the lane: one of `engine`, which may have `weight` of them in a row.
-
-        When cancelled, calls `abort` once if the job has begun, waits for it to end, and
-        raises `Cancelled`; a job that has not begun never will.
-        """
         ...

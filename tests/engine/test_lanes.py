@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
+    from llamad_trio.core.lane_like import LaneLike
     from llamad_trio.scheduling.plan import StepPlan, StepResult
-    from llamad_trio.scheduling.runtime import LaneLike
 
 SURE = Request(SURE_PROMPTS[0], raw=True, max_tokens=8, temperature=0)
 TINY = Request("the cat", max_tokens=40, temperature=0)
