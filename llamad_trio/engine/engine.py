@@ -44,20 +44,7 @@ class Engine(EngineLike):
 
     @property
     def info(self) -> ModelInfo:
-        facts = self._desk.facts
-        return ModelInfo(
-            architecture=facts.architecture,
-            description=facts.description,
-            name=facts.name,
-            n_params=facts.n_params,
-            file_bytes=facts.file_bytes,
-            n_vocab=facts.n_vocab,
-            n_ctx_train=facts.n_ctx_train,
-            has_template=facts.chat_template is not None,
-            chat_template=facts.chat_template,
-            can_rewind=facts.can_rewind,
-            identity=facts.identity,
-        )
+        return self._desk.facts.info
 
     @property
     def is_open(self) -> bool:

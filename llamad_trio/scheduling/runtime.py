@@ -12,39 +12,39 @@ from typing import Protocol
 import attrs
 
 from llamad_trio.constraints.constraint import Constraint
+from llamad_trio.core.info import ModelInfo
 from llamad_trio.scheduling.plan import CompiledConstraint, StepPlan, StepResult
 
 
 @attrs.frozen(kw_only=True)
-class ModelFacts:
-    """What a model says of itself.  Sizes in bytes, lengths in tokens.
+class ModelFacts(ModelInfo):
+    """What a model says of itself: what users are told, and what only the engine needs.
 
-    `control_tokens` are those that are no text, by how a template writes them;
-    `added_tokens` the texts that are always one token, wherever they stand.
-    `max_bytes_per_token` is the most text one token can stand for, `None` if unknown.
-    `n_window` is how far the shortest sliding window reaches back, 0 without one: a saved
-    state holds no more than that before its end.  `n_seqs` is the number of sequences its
-    context has: more than slots, if any is to be retained.  `identity` is a digest of
-    everything that decides what its KV cache means.
+    Attributes:
+        bos_text, eos_text: how a template writes the tokens of these names.
+        max_bytes_per_token: the most text one token can stand for; `None` if unknown.
+        n_seqs: sequences its context has: more than slots, if any is to be retained.
+        n_window: how far the shortest sliding window reaches back, 0 without one: a saved
+            state holds no more than that before its end.
+        control_tokens: those that are no text, by how a template writes them.
+        added_tokens: the texts that are always one token, wherever they stand.
     """
 
-    architecture: str
-    description: str
-    name: str | None
-    n_params: int
-    file_bytes: int
-    n_vocab: int
-    n_ctx_train: int
-    chat_template: str | None
+    has_template: bool = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.chat_template is not None, True)
+    )
     bos_text: str
     eos_text: str
     max_bytes_per_token: int | None
-    can_rewind: bool
     n_seqs: int
-    identity: str
     n_window: int = 0
     control_tokens: Mapping[str, int] = attrs.field(factory=dict, repr=False)
     added_tokens: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+
+    @property
+    def info(self) -> ModelInfo:
+        """What users are told."""
+        return ModelInfo(**{f.name: getattr(self, f.name) for f in attrs.fields(ModelInfo)})
 
 
 class Runtime(Protocol):
