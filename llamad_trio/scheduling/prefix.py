@@ -73,9 +73,6 @@ class PrefixTree:
         """Cells in use, a shared one counted once."""
         return self._size
 
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._ends
-
     def length(self, seq: int) -> int:
         """Tokens the sequence holds; 0 if it is unknown."""
         node = self._ends.get(seq)
@@ -85,15 +82,6 @@ class PrefixTree:
         """What the sequence holds."""
         path = list(self._path(seq))
         return [token for node in reversed(path) for token in node.tokens]
-
-    def exclusive(self, seq: int) -> int:
-        """Cells that dropping the sequence would free."""
-        freed = 0
-        for node in self._path(seq):
-            if node.seqs - {seq} or len(node.children) > (freed > 0):
-                break
-            freed += len(node.tokens)
-        return freed
 
     def is_inside_another(self, seq: int) -> bool:
         """Whether another sequence holds all that this one holds, in the same cells."""
@@ -183,7 +171,9 @@ class PrefixTree:
             return
         node.seqs.discard(seq)
         while node.parent is not None and not node.seqs and not node.children:
-            node = self._prune(node)
+            node.parent.children.remove(node)
+            self._size -= len(node.tokens)
+            node = node.parent
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -206,12 +196,3 @@ class PrefixTree:
         node.tokens = node.tokens[n - node.start :]
         node.start, node.parent = n, upper
         return upper
-
-    def _prune(self, node: _Node) -> _Node:
-        """Remove a node nobody needs; return its parent either way."""
-        parent = node.parent
-        assert parent is not None
-        if not node.seqs and not node.children:
-            parent.children.remove(node)
-            self._size -= len(node.tokens)
-        return parent

@@ -79,8 +79,6 @@ class PrefixMachine(RuleBasedStateMachine):
         for seq, held in self.held.items():
             assert self.tree.tokens(seq) == [token for _, token in held]
             assert self.tree.length(seq) == len(held)
-            others = {c for s, h in self.held.items() if s != seq for c, _ in h}
-            assert self.tree.exclusive(seq) == len({c for c, _ in held} - others)
 
     @invariant()
     def who_is_inside_another_shares_its_last_cell(self) -> None:
