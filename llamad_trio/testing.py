@@ -34,8 +34,8 @@ from llamad_trio.scheduling.plan import (
     CompiledConstraint,
     Copy,
     Drop,
+    Prepared,
     Sampled,
-    SamplerSpec,
     StepPlan,
     StepResult,
     StepStatus,
@@ -173,10 +173,10 @@ class ScriptedModel:
             self._scored_from.pop(request_id, None)
             self._failures.pop(request_id, None)
             self._with_logprobs.discard(request_id)
-        for spec in plan.new_samplers:
-            self._write_script(spec)
-            if spec.n_logprobs is not None:
-                self._with_logprobs.add(spec.request_id)
+        for request in plan.new_samplers:
+            self._write_script(request)
+            if request.n_logprobs is not None:
+                self._with_logprobs.add(request.id)
         if trouble is not None:
             return StepResult(status=StepStatus.FAILED, reason=trouble, elapsed_s=elapsed_s)
         sampling = [work.request_id for work in plan.work if work.sample]
@@ -242,14 +242,14 @@ class ScriptedModel:
         ]
         return [0.0 if reply.startswith(text) else _UNLIKELY for text in said]
 
-    def _write_script(self, spec: SamplerSpec) -> None:
-        with self._failures_noted(spec.request_id):
-            reply = self._reply(self.detokenize(spec.seen))
+    def _write_script(self, request: Prepared) -> None:
+        with self._failures_noted(request.id):
+            reply = self._reply(self.detokenize(request.tokens))
             if isinstance(reply, Exception):
                 raise reply
-            if spec.constraint is not None:
-                _check_reply(reply, spec.constraint)
-            self._scripts[spec.request_id] = [*map(ord, reply), _END]
+            if request.constraint is not None:
+                _check_reply(reply, request.constraint)
+            self._scripts[request.id] = [*map(ord, reply), _END]
 
     @contextmanager
     def _failures_noted(self, request_id: int) -> Iterator[None]:

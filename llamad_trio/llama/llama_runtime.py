@@ -180,8 +180,8 @@ class LlamaRuntime:
         start = time.perf_counter()
         for request_id in plan.old_samplers:
             self._samplers.pop(request_id).close()
-        for spec in plan.new_samplers:
-            self._samplers[spec.request_id] = Sampler(spec, self.model)
+        for request in plan.new_samplers:
+            self._samplers[request.id] = Sampler(request, self.model)
         lost, saved = self._arrange(plan.memory)
         if lost:
             # The plan builds on what is gone: nothing of it can be computed.

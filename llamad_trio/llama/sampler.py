@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.llama.model import Model
-from llamad_trio.scheduling.plan import Sampled, SamplerSpec
+from llamad_trio.scheduling.plan import Prepared, Sampled
 from llamad_trio.scheduling.sampling import SamplingParams
 
 
@@ -72,26 +72,26 @@ class Sampler:
     """One request's sampling state.
 
     Args:
-        spec: the resolved numbers, the prompt's tokens, which the penalties count too, and
-            the constraint, if there is one.
+        request: its resolved numbers, the prompt's tokens, which the penalties count too,
+            and the constraint, if there is one.
         model: whose tokens they are.
     """
 
-    def __init__(self, spec: SamplerSpec, model: Model) -> None:
-        assert spec.constraint is None or isinstance(spec.constraint, Matcher)
-        self._matcher = spec.constraint
-        self._visible = spec.visible
-        self._n_logprobs = spec.n_logprobs
+    def __init__(self, request: Prepared, model: Model) -> None:
+        assert request.constraint is None or isinstance(request.constraint, Matcher)
+        self._matcher = request.constraint
+        self._visible = request.visible
+        self._n_logprobs = request.n_logprobs
         self._model = model
         # What is forced next, last token first.
         self._forced: list[int] = []
         self._chain = None
         self._penalties = None
-        params = spec.params
+        params = request.sampling
         if params.greedy:
             return
         if params.has_penalties:
-            self._penalties = _Penalties(params, model.n_vocab, spec.seen)
+            self._penalties = _Penalties(params, model.n_vocab, request.tokens)
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if params.top_k > 0:
             self._add(lib.llama_sampler_init_top_k(params.top_k))

@@ -89,21 +89,6 @@ class Load:
 MemoryOp = Drop | Copy | Save | Load
 
 
-@attrs.frozen(kw_only=True)
-class SamplerSpec:
-    """A sampler to make before the step: its numbers, and the tokens it has seen.
-
-    The rest is as in `Prepared`.
-    """
-
-    request_id: int
-    params: SamplingParams
-    seen: Sequence[int]
-    constraint: CompiledConstraint | None = None
-    visible: frozenset[int] = frozenset()
-    n_logprobs: int | None = None
-
-
 @attrs.frozen
 class Work:
     """Tokens of one sequence to compute in a step.
@@ -129,14 +114,17 @@ class Work:
 class StepPlan:
     """One step: first the memory operations, in order, then all `work` in one batch.
 
-    Without work, only the memory operations are made.  `n_threads` is how many compute it; 0
-    is as many as before.
+    Attributes:
+        work: without it, only the memory operations are made.
+        n_threads: how many compute it; 0 is as many as before.
+        new_samplers: the requests that have a sampler from this step on.
+        old_samplers: ids of those whose sampler is no longer needed.
     """
 
     work: tuple[Work, ...]
     n_threads: int = 0
     memory: tuple[MemoryOp, ...] = ()
-    new_samplers: tuple[SamplerSpec, ...] = ()
+    new_samplers: tuple[Prepared, ...] = ()
     old_samplers: tuple[int, ...] = ()
 
     @property

@@ -36,7 +36,6 @@ from llamad_trio.scheduling.plan import (
     Copy,
     Prepared,
     Sampled,
-    SamplerSpec,
     StepPlan,
     StepResult,
     StepStatus,
@@ -613,20 +612,12 @@ class Scheduler:
             targets = run.prepared.targets[max(0, pos - first) : max(0, end - first)]
         return Work(run.id, run.seq, pos, run.tokens[pos:end], sample, targets)
 
-    def _new_samplers(self, work: Iterable[Work]) -> Iterator[SamplerSpec]:
+    def _new_samplers(self, work: Iterable[Work]) -> Iterator[Prepared]:
         for item in work:
             run = self._runs[item.request_id]
             if item.sample and not run.has_sampler:
                 run.has_sampler = True
-                prepared = run.prepared
-                yield SamplerSpec(
-                    request_id=run.id,
-                    params=prepared.sampling,
-                    seen=prepared.tokens,
-                    constraint=prepared.constraint,
-                    visible=prepared.visible,
-                    n_logprobs=prepared.n_logprobs,
-                )
+                yield run.prepared
 
     # -- applying a result ------------------------------------------------------------
 

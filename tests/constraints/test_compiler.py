@@ -20,7 +20,7 @@ from llamad_trio.core.request import Request
 from llamad_trio.llama.model import Model
 from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
 from llamad_trio.llama.vocabulary import LlamaVocabulary
-from llamad_trio.scheduling.plan import SamplerSpec
+from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.sampling import resolve_sampling
 
 if TYPE_CHECKING:
@@ -172,13 +172,14 @@ def test_what_cannot_be_written_is_refused(compiler: Compiler) -> None:
 
 
 def test_forced_text_without_end_is_taken_in_parts(compiler: Compiler, model: Model) -> None:
-    spec = SamplerSpec(
-        request_id=1,
-        params=resolve_sampling(Request("x", temperature=0.0), n_ctx=2048, fresh_seed=0),
-        seen=(),
+    request = Prepared(
+        id=1,
+        tokens=(),
+        max_tokens=1,
+        sampling=resolve_sampling(Request("x", temperature=0.0), n_ctx=2048, fresh_seed=0),
         constraint=compiler.compile(Constraint("lark", 'start: "ab"{5000} "c"')),
     )
-    sampler = Sampler(spec, model)
+    sampler = Sampler(request, model)
     text, steps = b"", 0
     logits = np.zeros(model.n_vocab, dtype=np.float32)
     is_complete = False

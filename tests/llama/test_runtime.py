@@ -14,7 +14,7 @@ from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
-    SamplerSpec,
+    Prepared,
     StepPlan,
     StepResult,
     StepStatus,
@@ -56,6 +56,11 @@ ROUNDING = 1e-3
 TEXT = [262 + (7 * i * i + 3 * i) % 34 for i in range(1600)]
 
 
+def greedy(request_id: int) -> Prepared:
+    """A request that takes the likeliest token."""
+    return Prepared(id=request_id, tokens=(), max_tokens=1, sampling=GREEDY)
+
+
 class Books:
     """A runtime, and what its sequences hold."""
 
@@ -82,7 +87,7 @@ class Books:
                 for seq, tokens in additions
             ),
             memory=tuple(memory),
-            new_samplers=tuple(SamplerSpec(request_id=seq, params=GREEDY, seen=()) for seq in new),
+            new_samplers=tuple(map(greedy, new)),
         )
 
     def step(
@@ -164,7 +169,7 @@ def test_only_rows_that_ask_for_it_are_sampled(tiny_model: TinyModels, kind: Kin
                 Work(11, 1, 0, TEXT[:20], sample=True),
                 Work(12, 2, 0, TEXT[:30], sample=False),
             ),
-            new_samplers=(SamplerSpec(request_id=11, params=GREEDY, seen=()),),
+            new_samplers=(greedy(11),),
         )
         result = books.runtime.step(plan)
         assert set(result.sampled) == {11}
@@ -173,7 +178,7 @@ def test_only_rows_that_ask_for_it_are_sampled(tiny_model: TinyModels, kind: Kin
                 work=(Work(13, 1, 0, TEXT[:20], sample=True),),
                 memory=(Drop(1),),
                 old_samplers=(11,),
-                new_samplers=(SamplerSpec(request_id=13, params=GREEDY, seen=()),),
+                new_samplers=(greedy(13),),
             )
         )
         assert again.sampled[13] == result.sampled[11]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio.llama.sampler import Sampler
-from llamad_trio.scheduling.plan import SamplerSpec
+from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ penalties = st.builds(
 
 def sampler_for(params: SamplingParams, prompt: Sequence[int]) -> Sampler:
     model = cast("Model", SimpleNamespace(n_vocab=N_VOCAB))
-    return Sampler(SamplerSpec(request_id=1, params=params, seen=prompt), model)
+    return Sampler(Prepared(id=1, tokens=prompt, max_tokens=1, sampling=params), model)
 
 
 tokens = st.lists(st.integers(0, N_VOCAB - 1), max_size=40)

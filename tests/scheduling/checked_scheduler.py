@@ -41,7 +41,6 @@ from tests.scheduling.fake_memory import (
     LoneRun,
     lone_run,
     n_cells,
-    sampler_spec,
 )
 from tests.scheduling.oracles import longest_prefix, n_common
 
@@ -211,8 +210,6 @@ class CheckedScheduler:
             session=session,
             holder=holder,
             targets=tuple(targets),
-            constraint=f"the constraint of {id_}",
-            visible=frozenset({id_}),
             n_logprobs=n_logprobs,
         )
         self.has_holders |= holder is not None
@@ -606,8 +603,8 @@ class CheckedScheduler:
             assert list(work.targets) == request.targets_of(work)
         oldest = next(id_ for id_ in self.running if self.requests[id_].runnable)
         assert oldest in ids, "the oldest does not progress"
-        for spec in plan.new_samplers:
-            assert spec == sampler_spec(self.requests[spec.request_id].prepared)
+        for prepared in plan.new_samplers:
+            assert prepared is self.requests[prepared.id].prepared
 
     def _check_decoding(self, plan: StepPlan, begun: Collection[int]) -> None:
         """Who decodes goes on in every step; forced tokens come before prompts, those of the

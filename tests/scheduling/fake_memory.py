@@ -19,7 +19,6 @@ from llamad_trio.scheduling.plan import (
     MemoryOp,
     Prepared,
     Sampled,
-    SamplerSpec,
     StepPlan,
     StepResult,
     StepStatus,
@@ -138,10 +137,10 @@ class ForcingOnceModel:
         return attrs.evolve(sampled, forced=tuple((token, PIECES[token]) for token in tokens))
 
 
-def drawn(model: FakeModel, history: Sequence[int], spec: SamplerSpec, n_drawn: int) -> Sampled:
+def draw(model: FakeModel, history: Sequence[int], prepared: Prepared, n_drawn: int) -> Sampled:
     """What a sampler draws; where probabilities are told, nothing is forced."""
-    sampled = model.next(history, seed=spec.params.seed, n_drawn=n_drawn)
-    if spec.n_logprobs is None:
+    sampled = model.next(history, seed=prepared.sampling.seed, n_drawn=n_drawn)
+    if prepared.n_logprobs is None:
         return sampled
     told = TokenLogprob(sampled.token, sampled.piece, score(history, sampled.token))
     is_complete = sampled.is_complete and not sampled.forced
@@ -151,18 +150,6 @@ def drawn(model: FakeModel, history: Sequence[int], spec: SamplerSpec, n_drawn: 
 def score(context: Sequence[int], target: int) -> float:
     """The logarithmic probability of `target` after `context`, each of which decides it."""
     return -zlib.crc32(bytes(context), target) / 2**28
-
-
-def sampler_spec(prepared: Prepared) -> SamplerSpec:
-    """The sampler that a request is to have."""
-    return SamplerSpec(
-        request_id=prepared.id,
-        params=prepared.sampling,
-        seen=prepared.tokens,
-        constraint=prepared.constraint,
-        visible=prepared.visible,
-        n_logprobs=prepared.n_logprobs,
-    )
 
 
 @attrs.frozen
@@ -183,11 +170,10 @@ def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
         start = len(prepared.tokens) - len(prepared.targets) + 1
         scores = [score(prepared.tokens[:n], t) for n, t in enumerate(prepared.targets, start)]
         return LoneRun("", 0, "length", scores=tuple(scores))
-    spec = sampler_spec(prepared)
     history, raw = list(prepared.tokens), b""
     logprobs: list[TokenLogprob] = []
     for n_drawn in count():
-        sampled = drawn(model, history, spec, n_drawn)
+        sampled = draw(model, history, prepared, n_drawn)
         logprobs += [sampled.logprobs] if sampled.logprobs else []
         said = [(sampled.token, b"" if sampled.ends else sampled.piece), *sampled.forced]
         for n_left, (token, piece) in zip(range(len(said))[::-1], said, strict=True):
@@ -209,7 +195,7 @@ def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
 class _Sampler:
     """`n_due` is the length of what has to be computed before it is asked again."""
 
-    spec: SamplerSpec
+    prepared: Prepared
     n_due: int
     n_drawn: int = 0
 
@@ -315,10 +301,10 @@ class FakeMemory:
         for request_id in plan.old_samplers:
             del self.samplers[request_id]  # a KeyError when it is not open
             self.closed_samplers.add(request_id)
-        for spec in plan.new_samplers:
-            assert spec.request_id not in self.samplers, "opened twice"
-            assert spec.request_id not in self.closed_samplers, "opened again"
-            self.samplers[spec.request_id] = _Sampler(spec, n_due=len(spec.seen))
+        for prepared in plan.new_samplers:
+            assert prepared.id not in self.samplers, "opened twice"
+            assert prepared.id not in self.closed_samplers, "opened again"
+            self.samplers[prepared.id] = _Sampler(prepared, n_due=len(prepared.tokens))
 
     def _check(self, plan: StepPlan) -> None:
         assert plan.work, "an empty batch"
@@ -360,7 +346,7 @@ class FakeMemory:
         sampler = self.samplers[work.request_id]
         history = self._history(work)
         assert len(history) == sampler.n_due, "a token missing or too many since the last time"
-        sampled = drawn(self.model, history, sampler.spec, sampler.n_drawn)
+        sampled = draw(self.model, history, sampler.prepared, sampler.n_drawn)
         sampler.n_drawn += 1
         sampler.n_due += 1 + len(sampled.forced)
         return sampled

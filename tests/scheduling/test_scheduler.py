@@ -839,7 +839,7 @@ def test_a_sampler_is_made_with_the_first_token_and_closed_after_the_last() -> N
     books.submit(A, max_tokens=2)
     opened = []
     while plan := books.plan():
-        opened.append([spec.request_id for spec in plan.new_samplers])
+        opened.append([prepared.id for prepared in plan.new_samplers])
         books.finish()
     assert opened == [[], [], [0], []]
     books.submit(B, max_tokens=1)

@@ -220,16 +220,6 @@ def test_forced_tokens_count_as_generated_ones() -> None:
     assert (stats.prefill_tokens, stats.decode_tokens) == (20, 21)
 
 
-def test_a_sampler_is_told_all_that_the_request_asks_of_it() -> None:
-    books = CheckedScheduler()
-    books.submit(A, n_logprobs=3, seed=9)
-    plan = books.plan()
-    assert plan is not None
-    (spec,) = plan.new_samplers
-    assert (spec.constraint, spec.visible) == ("the constraint of 0", frozenset({0}))
-    assert (spec.n_logprobs, spec.params.seed, spec.seen) == (3, 9, tuple(A))
-
-
 # -- while forced tokens are pending --------------------------------------------------------
 
 
