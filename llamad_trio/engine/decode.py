@@ -218,11 +218,10 @@ class DecodeActor:
 
     def _report_step(self, plan: StepPlan, result: StepResult, n_running: int) -> None:
         stands = result.status is StepStatus.DONE
-        n_generated = self.scheduler.n_generated
         self._reporter.tell_step(
             duration_s=result.elapsed_s if stands else 0.0,
-            decode_tokens=n_generated if stands else 0,
-            prefill_tokens=plan.n_tokens - n_generated if stands else 0,
+            decode_tokens=plan.n_generated if stands else 0,
+            prefill_tokens=plan.n_tokens - plan.n_generated if stands else 0,
             aborted=result.status is StepStatus.ABORTED,
             slots_in_use=n_running,
         )

@@ -195,8 +195,7 @@ class LlamaRuntime:
             return StepResult(status=StepStatus.DONE)
         batch.clear()
         for work in plan.work:
-            n_outputs = max(int(work.sample), len(work.targets))
-            batch.add(work.tokens, pos=work.pos, seq=work.seq, n_outputs=n_outputs)
+            batch.add(work.tokens, pos=work.pos, seq=work.seq, n_outputs=work.n_outputs)
         if plan.n_threads:
             context.use_threads(plan.n_threads)
         began, had_core = time.perf_counter(), time.thread_time()
@@ -267,15 +266,14 @@ class LlamaRuntime:
         logits = context.logits(context.batch.n_outputs)
         end_row, end_output = 0, 0
         for item in work:
-            n_outputs = max(int(item.sample), len(item.targets))
             end_row += len(item.tokens)
-            end_output += n_outputs
-            rows = logits[end_output - n_outputs : end_output]
+            end_output += item.n_outputs
+            rows = logits[end_output - item.n_outputs : end_output]
             # The greatest logit is NaN if any is: one cheap look before llama.cpp asserts.
-            if n_outputs and np.isnan(rows.max()):
+            if item.n_outputs and np.isnan(rows.max()):
                 failures[item.request_id] = "the model computed logits that are not numbers"
             elif item.targets:
-                told = log_softmax(rows)[np.arange(n_outputs), item.targets]
+                told = log_softmax(rows)[np.arange(item.n_outputs), item.targets]
                 scores[item.request_id] = told.tolist()
             elif item.sample:
                 sampler = self._samplers[item.request_id]

@@ -100,6 +100,7 @@ class Work:
         tokens: at least one token.
         sample: whether to sample a token after the last of them.
         targets: tokens to score, one after each of the last `len(targets)` of `tokens`.
+        decodes: whether `tokens` were generated, not prompted.
     """
 
     request_id: int
@@ -108,6 +109,12 @@ class Work:
     tokens: Sequence[int]
     sample: bool
     targets: Sequence[int] = ()
+    decodes: bool = False
+
+    @property
+    def n_outputs(self) -> int:
+        """After how many of the last tokens logits are wanted."""
+        return max(int(self.sample), len(self.targets))
 
 
 @attrs.frozen(kw_only=True)
@@ -131,6 +138,11 @@ class StepPlan:
     def n_tokens(self) -> int:
         """Tokens in the batch."""
         return sum(len(w.tokens) for w in self.work)
+
+    @property
+    def n_generated(self) -> int:
+        """Of these, the ones that were generated, not prompted."""
+        return sum(len(w.tokens) for w in self.work if w.decodes)
 
 
 class StepStatus(Enum):

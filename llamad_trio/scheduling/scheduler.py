@@ -211,8 +211,6 @@ class Scheduler:
         self._running: list[_Run] = []  # those that hold a slot, oldest first
         self._plan: StepPlan | None = None
         self._growth: dict[int, int] = {}
-        self._n_decode = 0
-        self._n_generated = 0
         self._old_samplers: list[int] = []
         self._wanted: set[int] = set()
         self._preempted: list[int] = []
@@ -280,11 +278,6 @@ class Scheduler:
     def n_running(self) -> int:
         """Requests that hold a slot and are still wanted."""
         return sum(not run.cancelled for run in self._running)
-
-    @property
-    def n_generated(self) -> int:
-        """Of the tokens in the last plan, those that had been generated, not prompted."""
-        return self._n_generated
 
     def take_preempted(self) -> list[int]:
         """Requests that were preempted since the last call, in order."""
@@ -392,12 +385,10 @@ class Scheduler:
         if not self._growth:
             return None
         # Only now: a prompt's growth may have preempted one that was to decode.
-        decoding = [n for id_, n in self._growth.items() if self._decodes(self._runs[id_])]
-        self._n_decode, self._n_generated = len(decoding), sum(decoding)
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
-            n_threads=self._threads.choose(with_prompt=sum(self._growth.values()) > sum(decoding)),
+            n_threads=self._threads.choose(with_prompt=not all(w.decodes for w in work)),
             memory=self._pool.take_ops(),
             new_samplers=tuple(self._new_samplers(work)),
             old_samplers=tuple(self._old_samplers),
@@ -610,7 +601,8 @@ class Scheduler:
         if run.prepared.targets:
             first = run.n_reusable
             targets = run.prepared.targets[max(0, pos - first) : max(0, end - first)]
-        return Work(run.id, run.seq, pos, run.tokens[pos:end], sample, targets)
+        tokens = run.tokens[pos:end]
+        return Work(run.id, run.seq, pos, tokens, sample, targets, self._decodes(run))
 
     def _new_samplers(self, work: Iterable[Work]) -> Iterator[Prepared]:
         for item in work:
@@ -622,10 +614,11 @@ class Scheduler:
     # -- applying a result ------------------------------------------------------------
 
     def _measure(self, plan: StepPlan, result: StepResult) -> None:
-        n_decode, elapsed_s = self._n_decode, result.elapsed_s
+        elapsed_s = result.elapsed_s
+        n_decode = sum(work.decodes for work in plan.work)
         n_prefill = plan.n_tokens - n_decode
         self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
-        n_generated, n_prompt = self._n_generated, plan.n_tokens - self._n_generated
+        n_generated, n_prompt = plan.n_generated, plan.n_tokens - plan.n_generated
         self._threads.observe(
             with_prompt=n_prompt > 0,
             n_rows=plan.n_tokens,

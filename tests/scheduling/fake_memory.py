@@ -311,8 +311,9 @@ class FakeMemory:
         assert plan.n_tokens <= self.n_batch, "more than a batch holds"
         assert self.used + plan.n_tokens <= self.n_ctx, "more than the pool holds"
         assert len({work.seq for work in plan.work}) == len(plan.work), "a sequence twice"
-        n_outputs = sum(work.sample + len(work.targets) for work in plan.work)
-        assert n_outputs <= self.n_seqs, "more rows of logits than there are"
+        assert sum(work.n_outputs for work in plan.work) <= self.n_seqs, (
+            "more rows of logits than there are"
+        )
         for work in plan.work:
             assert work.tokens, "no tokens"
             assert len(work.targets) <= len(work.tokens), "nothing to score them after"

@@ -24,7 +24,7 @@ TEXT = [1 + i * i % 11 for i in range(60)]
 def rows(plan: StepPlan | None) -> dict[int, int]:
     """Rows of logits that a plan asks for, for each request."""
     assert plan is not None
-    return {work.request_id: work.sample + len(work.targets) for work in plan.work}
+    return {work.request_id: work.n_outputs for work in plan.work}
 
 
 def copies(plan: StepPlan | None) -> list[Copy]:
