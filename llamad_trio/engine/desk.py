@@ -121,7 +121,7 @@ class Desk:
 
     def resident(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens are in the pool at this moment."""
-        return self.decode.scheduler.resident(tokens)
+        return self.decode.scheduler.n_resident(tokens)
 
     @asynccontextmanager
     async def _live_ticket(
@@ -156,7 +156,7 @@ class Desk:
             return
         books = self.decode.scheduler
         # Who waits for a free slot will have it soon; unless room in the pool is what lacks.
-        at_once = books.n_running if books.is_full else self.config.n_slots
+        at_once = books.n_running if books.has_waiting else self.config.n_slots
         waiting = self.decode.n_live - at_once
         if waiting >= limit:
             raise Busy(max(waiting, 0), limit)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+import attrs
+
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import UnsupportedFeature
@@ -57,30 +59,10 @@ class Engine(EngineLike):
 
     def stats(self) -> EngineStats:
         decode = self._desk.decode
-        books = decode.scheduler.stats()
-        outcomes = decode.outcomes
-        return EngineStats(
-            slots={
-                "free": books.slots_free,
-                "prefill": books.slots_prefill,
-                "decode": books.slots_decode,
-                "paused": books.slots_paused,
-            },
-            queued=decode.n_live - books.running,
-            kv_used_tokens=books.kv_used,
-            kv_retained_tokens=books.kv_retained,
-            kv_free_tokens=books.kv_free,
-            prefill_tokens=books.prefill_tokens,
-            prefill_s=books.prefill_s,
-            decode_tokens=books.decode_tokens,
-            decode_s=books.decode_s,
-            cached_tokens=books.cached_tokens,
-            requests={name: outcomes[name] for name in ("completed", "failed", "cancelled")},
-            preemptions=books.preemptions,
-            steps=books.steps,
-            aborted_steps=books.aborted_steps,
-            n_threads=books.n_threads,
-            n_threads_batch=books.n_threads_batch,
+        return attrs.evolve(
+            decode.scheduler.stats(),
+            queued=decode.n_live - decode.scheduler.n_running,
+            requests={name: decode.outcomes[name] for name in ("completed", "failed", "cancelled")},
         )
 
     def events(self, max_events: int = 1024) -> AbstractAsyncContextManager[EventReader]:

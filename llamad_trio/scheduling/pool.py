@@ -195,7 +195,7 @@ class Pool:
 
     def hold_resident(self, holder: str, tokens: Sequence[int]) -> bool:
         """Let `holder` hold what somebody else has computed; false if that is not all there."""
-        if self.resident(tokens) < len(tokens):
+        if self.n_resident(tokens) < len(tokens):
             return False
         seq = self.open()
         match = self._match(tokens, len(tokens))
@@ -217,7 +217,7 @@ class Pool:
         else:
             self._forget(seq)
 
-    def resident(self, tokens: Sequence[int]) -> int:
+    def n_resident(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens somebody holds, so that one can go on from there."""
         match = self._match(tokens, len(tokens))
         return match.n if match else 0

@@ -23,7 +23,6 @@ The rules:
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 
@@ -31,6 +30,7 @@ import attrs
 
 from llamad_trio.core.completion import FinishReason, TokenLogprob
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
+from llamad_trio.core.info import EngineStats
 from llamad_trio.scheduling.pacing import StepPacer
 from llamad_trio.scheduling.plan import (
     Copy,
@@ -146,28 +146,18 @@ class _Run:
         self.state = state
 
 
-@attrs.frozen(kw_only=True)
-class SchedulerStats:
-    """Counts at one moment, and totals since the start."""
+@attrs.define
+class _Totals:
+    """What `EngineStats` tells of all steps since the start, under the same names."""
 
-    running: int
-    slots_free: int
-    slots_prefill: int
-    slots_decode: int
-    slots_paused: int
-    kv_used: int
-    kv_retained: int
-    kv_free: int
-    prefill_tokens: int
-    prefill_s: float
-    decode_tokens: int
-    decode_s: float
-    cached_tokens: int
-    preemptions: int
-    steps: int
-    aborted_steps: int
-    n_threads: int
-    n_threads_batch: int
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    aborted_steps: int = 0
 
 
 class Scheduler:
@@ -216,9 +206,7 @@ class Scheduler:
         self._preempted: list[int] = []
         self._short_of_cells = False
         self._arrivals = 0
-        self._totals: Counter[str] = Counter()
-        self._prefill_s = 0.0
-        self._decode_s = 0.0
+        self._totals = _Totals()
 
     # -- what callers ask -------------------------------------------------------------
 
@@ -270,7 +258,7 @@ class Scheduler:
         )
 
     @property
-    def is_full(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether a request is waiting that could not be admitted."""
         return any(r.state is _State.WAITING and not r.paused for r in self._runs.values())
 
@@ -289,37 +277,35 @@ class Scheduler:
         """How many threads compute steps that only decode, and those with prompts."""
         return self._threads.in_force
 
-    def stats(self) -> SchedulerStats:
-        """A snapshot."""
+    def stats(self) -> EngineStats:
+        """A snapshot of the books: `queued` are those that were submitted, `requests` is empty."""
         running = self._running
+        n_paused = sum(run.paused for run in running)
+        n_decode = sum(self._decodes(run) for run in running if not run.paused)
         used = self._pool.held_by(run.seq for run in running)
-        totals = self._totals
-        return SchedulerStats(
-            running=self.n_running,
-            slots_free=self._n_slots - len(running),
-            slots_prefill=sum(not run.paused and not self._decodes(run) for run in running),
-            slots_decode=sum(not run.paused and self._decodes(run) for run in running),
-            slots_paused=sum(run.paused for run in running),
-            kv_used=used,
-            kv_retained=self._pool.in_use - used,
-            kv_free=self._pool.free_cells,
-            prefill_tokens=totals["prefill_tokens"],
-            prefill_s=self._prefill_s,
-            decode_tokens=totals["decode_tokens"],
-            decode_s=self._decode_s,
-            cached_tokens=totals["cached_tokens"],
-            preemptions=totals["preemptions"],
-            steps=totals["steps"],
-            aborted_steps=totals["aborted_steps"],
-            n_threads=self.threads_in_force[0],
-            n_threads_batch=self.threads_in_force[1],
+        n_threads, n_threads_batch = self.threads_in_force
+        return EngineStats(
+            slots={
+                "free": self._n_slots - len(running),
+                "prefill": len(running) - n_paused - n_decode,
+                "decode": n_decode,
+                "paused": n_paused,
+            },
+            queued=len(self._runs) - len(running),
+            kv_used_tokens=used,
+            kv_retained_tokens=self._pool.in_use - used,
+            kv_free_tokens=self._pool.free_cells,
+            requests={},
+            n_threads=n_threads,
+            n_threads_batch=n_threads_batch,
+            **attrs.asdict(self._totals),
         )
 
     # -- what sessions ask ------------------------------------------------------------
 
-    def resident(self, tokens: Sequence[int]) -> int:
+    def n_resident(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens somebody holds, so that one can go on from there."""
-        return self._pool.resident(tokens)
+        return self._pool.n_resident(tokens)
 
     def hold(self, holder: str, tokens: Sequence[int]) -> bool:
         """Let `holder` hold what is resident already; false if not all of it is, or not for long."""
@@ -402,7 +388,7 @@ class Scheduler:
         assert plan is not None, "no step is in flight"
         self._growth.clear()
         self._pool.saved(result.saved)
-        self._totals["steps"] += 1
+        self._totals.steps += 1
         events: list[Event] = []
         match result.status:
             case StepStatus.DONE:
@@ -410,7 +396,7 @@ class Scheduler:
                 for work in plan.work:
                     events += self._advance(work, result)
             case StepStatus.ABORTED:
-                self._totals["aborted_steps"] += 1
+                self._totals.aborted_steps += 1
                 self._forget(result.cleared)
             case StepStatus.NO_ROOM:
                 self._forget(result.cleared)
@@ -515,7 +501,7 @@ class Scheduler:
         run.begun = True
         if run.generated == 0:
             run.cached_tokens = n
-            self._totals["cached_tokens"] += n
+            self._totals.cached_tokens += n
         return True
 
     def _has_room_for(self, shelved: Match) -> bool:
@@ -548,7 +534,7 @@ class Scheduler:
         self._leave_slot(run)
         self._growth.pop(run.id, None)
         run.move(_State.WAITING)
-        self._totals["preemptions"] += 1
+        self._totals.preemptions += 1
         self._preempted.append(run.id)
 
     def _leave_slot(self, run: _Run) -> None:
@@ -625,11 +611,11 @@ class Scheduler:
             elapsed_s=result.compute_s,
             waited_s=result.waited_s,
         )
-        self._totals["decode_tokens"] += n_generated
-        self._totals["prefill_tokens"] += n_prompt
+        self._totals.decode_tokens += n_generated
+        self._totals.prefill_tokens += n_prompt
         # A shared step's time is split by tokens: exact when it holds one kind only.
-        self._decode_s += elapsed_s * n_generated / plan.n_tokens
-        self._prefill_s += elapsed_s * n_prompt / plan.n_tokens
+        self._totals.decode_s += elapsed_s * n_generated / plan.n_tokens
+        self._totals.prefill_s += elapsed_s * n_prompt / plan.n_tokens
 
     def _advance(self, work: Work, result: StepResult) -> list[Event]:
         run = self._runs[work.request_id]
@@ -723,7 +709,7 @@ class Scheduler:
             self._pool.lose(seq)
         for run in self._running:
             if run.seq in lost:
-                self._totals["cached_tokens"] -= run.cached_tokens
+                self._totals.cached_tokens -= run.cached_tokens
                 run.cached_tokens = 0
 
     def _end(self, run: _Run) -> None:

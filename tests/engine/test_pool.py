@@ -245,7 +245,7 @@ async def test_the_queue_counts_those_who_wait_for_room(tiny_path: Path) -> None
 
         for _ in range(2):
             nursery.start_soon(ask_again)
-        await until(lambda: engine._desk.decode.scheduler.is_full)  # four slots, room for one
+        await until(lambda: engine._desk.decode.scheduler.has_waiting)  # four slots, room for one
         with pytest.raises(Busy):
             await engine.complete(Request([270] * 200))
         nursery.cancel_scope.cancel()

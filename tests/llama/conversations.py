@@ -232,7 +232,7 @@ class Driver:
             if tokens:
                 assert pool._tree.tokens(seq) == tokens
         stats = self.scheduler.stats()
-        assert stats.kv_used + stats.kv_retained + stats.kv_free == N_CTX
+        assert stats.kv_used_tokens + stats.kv_retained_tokens + stats.kv_free_tokens == N_CTX
 
     # -- the record -------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ class CheckedScheduler:
     def hold(self, holder: str, tokens: Sequence[int]) -> bool:
         """Hold on to what is resident."""
         resident = 0 if self.reuse is Reuse.NOTHING else self._resident(tokens)
-        assert self.scheduler.resident(tokens) == resident or self.has_lost
+        assert self.scheduler.n_resident(tokens) == resident or self.has_lost
         self.has_holders = True
         held = self.scheduler.hold(holder, tokens)
         # The only sequence there is for it may be the very one it was in.
@@ -324,7 +324,7 @@ class CheckedScheduler:
         assert {event.id for event in events} == waiting
         assert all(isinstance(event, Failed) and event.error is error for event in events)
         assert self.scheduler.plan() is None
-        assert self.scheduler.stats().slots_free == self.n_slots
+        assert self.scheduler.stats().slots["free"] == self.n_slots
         return events
 
     # -- several at once ----------------------------------------------------------------
@@ -361,9 +361,9 @@ class CheckedScheduler:
         self.drain()
         assert not any(request.live for request in self.requests.values()), "no outcome"
         stats = self.scheduler.stats()
-        assert stats.slots_free == self.n_slots
-        assert stats.kv_used == 0
-        assert self.reuse is not Reuse.NOTHING or stats.kv_retained == 0
+        assert stats.slots["free"] == self.n_slots
+        assert stats.kv_used_tokens == 0
+        assert self.reuse is not Reuse.NOTHING or stats.kv_retained_tokens == 0
         assert list(self.memory.samplers) == self.scheduler._old_samplers, "a sampler leaked"
 
     # -- what tests ask -----------------------------------------------------------------
@@ -443,10 +443,12 @@ class CheckedScheduler:
         running = self.running
         stats = self.scheduler.stats()
         assert len(set(running)) == len(running)
-        assert stats.slots_free == self.n_slots - len(running)
-        assert stats.slots_prefill + stats.slots_decode + stats.slots_paused == len(running)
-        assert stats.slots_decode == len(self._decoding(running))
-        assert stats.running == sum(self.requests[id_].live for id_ in running)
+        assert stats.slots["free"] == self.n_slots - len(running)
+        assert stats.slots["prefill"] + stats.slots["decode"] + stats.slots["paused"] == len(
+            running
+        )
+        assert stats.slots["decode"] == len(self._decoding(running))
+        assert self.scheduler.n_running == sum(self.requests[id_].live for id_ in running)
         assert stats.preemptions == len(self.preempted)
         assert stats.steps == self.totals["steps"]
         assert stats.aborted_steps == self.totals["aborted"]
@@ -468,10 +470,10 @@ class CheckedScheduler:
         assert not any(cells[seq] for seq in self.pool._free)
         assert all(cells[seq] for seq in retained)
         stats = self.scheduler.stats()
-        assert stats.kv_used == n_cells(cells[seq] for seq in held)
-        assert stats.kv_retained == n_cells(cells.values()) - stats.kv_used
-        assert stats.kv_used + stats.kv_retained + stats.kv_free == self.n_ctx
-        assert stats.kv_free >= 0
+        assert stats.kv_used_tokens == n_cells(cells[seq] for seq in held)
+        assert stats.kv_retained_tokens == n_cells(cells.values()) - stats.kv_used_tokens
+        assert stats.kv_used_tokens + stats.kv_retained_tokens + stats.kv_free_tokens == self.n_ctx
+        assert stats.kv_free_tokens >= 0
         match self.reuse:
             case Reuse.NOTHING:
                 assert not retained

@@ -310,7 +310,7 @@ def test_a_branch_leaves_the_tail_of_the_other_branch_retained() -> None:
     books.submit([*A, 3, 3, 3], max_tokens=1)
     books.drain()
     assert books.retained == [[*A, 2, 2, 2], [*A, 3, 3, 3]]
-    assert books.scheduler.stats().kv_retained == 20 + 3 + 3
+    assert books.scheduler.stats().kv_retained_tokens == 20 + 3 + 3
     back = books.submit([*A, 2, 2, 2, 4], max_tokens=1)
     books.drain()
     assert books.finished(back).cached_tokens == 23
@@ -830,7 +830,7 @@ def test_a_paused_request_is_left_out_and_keeps_its_slot() -> None:
     assert plan is not None
     assert [work.request_id for work in plan.work] == [other]
     assert books.running == [paused, other]
-    assert books.scheduler.stats().slots_paused == 1
+    assert books.scheduler.stats().slots["paused"] == 1
     books.run_to_end()
 
 
@@ -863,7 +863,7 @@ def test_a_cancelled_running_request_frees_its_slot_at_once() -> None:
     books.submit(A)
     books.step()
     books.cancel(0)
-    assert books.scheduler.stats().slots_free == 1
+    assert books.scheduler.stats().slots["free"] == 1
     assert books.plan() is None
 
 
@@ -872,9 +872,9 @@ def test_a_request_cancelled_in_flight_gets_nothing_of_the_step() -> None:
     books.submit(A, max_tokens=1)
     books.plan()
     books.cancel(0)
-    assert books.scheduler.stats().slots_free == 3, "the step still writes to its sequence"
+    assert books.scheduler.stats().slots["free"] == 3, "the step still writes to its sequence"
     assert books.finish() == []
-    assert books.scheduler.stats().slots_free == 4
+    assert books.scheduler.stats().slots["free"] == 4
 
 
 def test_cancelling_twice_or_nobody_is_nothing() -> None:
@@ -957,7 +957,7 @@ def test_no_room_costs_retained_prefixes_first() -> None:
     books.submit(C)
     books.plan()
     books.finish(StepStatus.NO_ROOM)
-    assert books.scheduler.stats().kv_retained == 0
+    assert books.scheduler.stats().kv_retained_tokens == 0
     assert books.preempted == []
     books.run_to_end()
 

@@ -214,7 +214,7 @@ def test_forced_tokens_count_as_generated_ones() -> None:
     books.submit(A, max_tokens=60)
     books.step()
     stats = books.scheduler.stats()
-    assert (stats.slots_decode, stats.slots_prefill) == (1, 0)
+    assert (stats.slots["decode"], stats.slots["prefill"]) == (1, 0)
     books.step()
     stats = books.scheduler.stats()
     assert (stats.prefill_tokens, stats.decode_tokens) == (20, 21)
@@ -311,7 +311,7 @@ def test_a_request_paused_with_forced_tokens_pending_is_left_out_until_it_resume
     books.pause(paused)
     assert sizes(books.plan()) == {other: 8}
     books.finish()
-    assert books.scheduler.stats().slots_paused == 1
+    assert books.scheduler.stats().slots["paused"] == 1
     books.steps(4)
     assert pending(books, paused) == 13
     books.resume(paused)
