@@ -137,12 +137,13 @@ async def run_engine(
             own_broadcast.close()
 
 
-def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf | None:
-    if not config.kv_cache or not (config.prompt_cache_ram_bytes or _has_disk(config)):
-        return None
-    # llama.cpp saves what a window still holds: such a state is of use at its end only.
-    any_prefix = facts.can_rewind and not facts.n_window
-    return Shelf(max_bytes=config.prompt_cache_ram_bytes, any_prefix=any_prefix)
+def _shelf(config: EngineConfig, facts: ModelFacts) -> Shelf:
+    return Shelf(
+        max_bytes=config.prompt_cache_ram_bytes,
+        has_disk=_has_disk(config),
+        # llama.cpp saves what a window still holds: such a state is of use at its end only.
+        any_prefix=facts.can_rewind and not facts.n_window,
+    )
 
 
 def _store(config: EngineConfig, facts: ModelFacts) -> SnapshotStore | None:

@@ -53,9 +53,9 @@ class DecodeActor:
         self._reporter = reporter
         self._tickets: dict[int, Ticket] = {}
         self._bell = trio.Event()
-        self._store = (
-            StoreActor(store, scheduler.add_stored, self._take_read) if store is not None else None
-        )
+        self._store: StoreActor | None = None
+        if store is not None:
+            self._store = StoreActor(store, scheduler.shelf.add_stored, self._take_read)
 
     # -- from any task of the run: never blocks ---------------------------------------------
 
@@ -170,13 +170,13 @@ class DecodeActor:
 
     def _exchange_with_store(self) -> None:
         if self._store is not None:
-            for snapshot in self.scheduler.take_leaving():
+            for snapshot in self.scheduler.shelf.take_leaving():
                 self._store.write(snapshot)
             for key in self.scheduler.take_wanted():
                 self._store.fetch(key)
 
     def _take_read(self, key: int, snapshot: Snapshot | None) -> None:
-        self.scheduler.read(key, snapshot)
+        self.scheduler.shelf.add_read(key, snapshot)
         self.wake()
 
     async def load_index(self) -> None:

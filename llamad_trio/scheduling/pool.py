@@ -57,12 +57,10 @@ class Pool:
         n_ctx: cells there are.
         n_seqs: sequences there are.
         reuse: what the model's memory and the configuration allow.
-        shelf: where prefixes go that leave the pool, if anywhere.
+        shelf: where prefixes go that leave the pool.
     """
 
-    def __init__(
-        self, *, n_ctx: int, n_seqs: int, reuse: Reuse, shelf: Shelf | None = None
-    ) -> None:
+    def __init__(self, *, n_ctx: int, n_seqs: int, reuse: Reuse, shelf: Shelf) -> None:
         self.n_ctx = n_ctx
         self.reuse = reuse
         self._tree = PrefixTree()
@@ -78,7 +76,6 @@ class Pool:
         self._shelf = shelf
         self._save_keys = count()
         self._saving: dict[int, tuple[int, ...]] = {}
-        self._leaving: list[Snapshot] = []
 
     # -- looking around -----------------------------------------------------------------
 
@@ -265,64 +262,23 @@ class Pool:
 
     # -- the shelf ----------------------------------------------------------------------
 
-    def find_shelved(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
-        """The shelf's entry (as `seq`) that holds most of the start of `tokens`; as `find`."""
-        return self._shelf.match(tokens, limit) if self._shelf else None
-
-    def shelved_length(self, key: int) -> int:
-        """Tokens that a shelf's entry brings into the pool, for a moment at least."""
-        assert self._shelf is not None
-        return self._shelf.length(key)
-
-    def is_in_ram(self, key: int) -> bool:
-        """Whether a shelf's entry need not be read from disk first."""
-        return self._shelf is not None and self._shelf.snapshot(key) is not None
-
-    def read(self, key: int, snapshot: Snapshot | None) -> None:
-        """An entry has been read from disk; `None` if it could not be."""
-        assert self._shelf is not None
-        if snapshot is None:
-            self._shelf.remove(key)
-        else:
-            self._leaving += self._shelf.read(key, snapshot)
-
-    def load(self, match: Match, seq: int) -> None:
-        """Let `seq`, which holds nothing, go on from what the shelf holds in RAM."""
-        assert self._shelf is not None
-        snapshot = self._shelf.snapshot(match.seq)
-        assert snapshot is not None
-        self._tree.extend(seq, snapshot.tokens[: match.n])
-        self._ops.append(Load(seq, snapshot.state, len(snapshot.tokens), match.n))
+    def load(self, snapshot: Snapshot, n: int, seq: int) -> None:
+        """Let `seq`, which holds nothing, go on from the first `n` tokens of a snapshot."""
+        self._tree.extend(seq, snapshot.tokens[:n])
+        self._ops.append(Load(seq, snapshot.state, len(snapshot.tokens), n))
 
     def save_all(self) -> None:
         """Write out every retained prefix, as far as the shelf has no such."""
-        for seq in list(self._retained):
+        for seq in self._retained:
             self._save(seq)
 
-    def saved(self, states: Mapping[int, bytes]) -> None:
-        """Take the states in that a step has saved."""
+    def take_saved(self, states: Mapping[int, bytes]) -> None:
+        """Put on the shelf what a step has saved."""
         for key, state in states.items():
-            assert self._shelf is not None
-            snapshot = Snapshot(self._saving[key], state)
-            self._leaving += self._shelf.put(snapshot)
+            self._shelf.put(Snapshot(self._saving[key], state))
         # What was planned and is not among them could not be saved.
         to_come = {op.key for op in self._ops if isinstance(op, Save)}
         self._saving = {key: tokens for key, tokens in self._saving.items() if key in to_come}
-
-    def add_stored(self, tokens: Sequence[int]) -> int:
-        """Know of a snapshot on disk; return its key."""
-        assert self._shelf is not None
-        return self._shelf.add_stored(tokens)
-
-    def take_all(self) -> list[Snapshot]:
-        """Everything the shelf has in RAM and not on disk, and what has just left it."""
-        assert self._shelf is not None
-        return [*self.take_leaving(), *self._shelf.take_all()]
-
-    def take_leaving(self) -> list[Snapshot]:
-        """What has left RAM since the last call, for the disk."""
-        leaving, self._leaving = self._leaving, []
-        return leaving
 
     # -- inside -------------------------------------------------------------------------
 
@@ -355,10 +311,10 @@ class Pool:
         self._forget(seq)
 
     def _save(self, seq: int) -> None:
-        if self._shelf is None or self._tree.length(seq) < MIN_CHECKPOINT_TOKENS:
+        if self._tree.length(seq) < MIN_CHECKPOINT_TOKENS:
             return
         tokens = tuple(self._tree.tokens(seq))
-        if not self._shelf.covers(tokens):
+        if self._shelf.wants(tokens):
             key = next(self._save_keys)
             self._saving[key] = tokens
             self._ops.append(Save(seq, key))

@@ -196,7 +196,8 @@ class Scheduler:
         self._n_seqs = n_seqs
         self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
         self._threads = threads
-        self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=shelf)
+        self.shelf = Shelf() if shelf is None else shelf
+        self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=self.shelf)
         self._runs: dict[int, _Run] = {}
         self._running: list[_Run] = []  # those that hold a slot, oldest first
         self._plan: StepPlan | None = None
@@ -337,14 +338,6 @@ class Scheduler:
         wanted, self._wanted = self._wanted, set()
         return wanted
 
-    def read(self, key: int, snapshot: Snapshot | None) -> None:
-        """An entry has been read from disk; `None` if it could not be."""
-        self._pool.read(key, snapshot)
-
-    def take_leaving(self) -> list[Snapshot]:
-        """What has left RAM since the last call, for the disk."""
-        return self._pool.take_leaving()
-
     def plan_saving(self) -> StepPlan:
         """A last step, without work, that writes out every retained prefix."""
         assert not self._runs
@@ -353,12 +346,8 @@ class Scheduler:
 
     def take_saved(self, result: StepResult) -> list[Snapshot]:
         """All that is to survive, of what the last step has saved and what was shelved."""
-        self._pool.saved(result.saved)
-        return self._pool.take_all()
-
-    def add_stored(self, tokens: Sequence[int]) -> int:
-        """Know of a snapshot on disk; return its key."""
-        return self._pool.add_stored(tokens)
+        self._pool.take_saved(result.saved)
+        return self.shelf.take_all()
 
     # -- the step ---------------------------------------------------------------------
 
@@ -387,7 +376,7 @@ class Scheduler:
         plan, self._plan = self._plan, None
         assert plan is not None, "no step is in flight"
         self._growth.clear()
-        self._pool.saved(result.saved)
+        self._pool.take_saved(result.saved)
         self._totals.steps += 1
         events: list[Event] = []
         match result.status:
@@ -488,13 +477,14 @@ class Scheduler:
         older = (other for other in self._running if other.arrival < run.arrival)
         if self._worth_waiting(run, n, older):
             return False  # they hold less of that, or it would have been found
-        shelved = self._pool.find_shelved(run.tokens, run.n_reusable)
+        shelved = self.shelf.match(run.tokens, run.n_reusable)
         if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
-            if not self._pool.is_in_ram(shelved.seq):
+            snapshot = self.shelf.snapshot(shelved.seq)
+            if snapshot is None:
                 self._wanted.add(shelved.seq)
                 return False  # until it has been read
-            self._make_room(run, self._pool.shelved_length(shelved.seq))
-            self._pool.load(shelved, run.seq)
+            self._make_room(run, len(snapshot.tokens))
+            self._pool.load(snapshot, shelved.n, run.seq)
             n = shelved.n
         elif match:
             self._pool.share(match, run.seq)
@@ -506,7 +496,7 @@ class Scheduler:
 
     def _has_room_for(self, shelved: Match) -> bool:
         """Whether all of a shelf's entry fits for a moment, if retained prefixes go."""
-        length = self._pool.shelved_length(shelved.seq)
+        length = self.shelf.length(shelved.seq)
         growth = sum(self._growth.values())
         return self._pool.can_free(length + growth, (r.seq for r in self._running))
 

@@ -40,14 +40,19 @@ class Shelf:
 
     Args:
         max_bytes: how much RAM the snapshots may take.
+        has_disk: whether what leaves RAM can still be stored.
         any_prefix: whether a part of a snapshot is of use, or only all of it.
     """
 
-    def __init__(self, *, max_bytes: int, any_prefix: bool) -> None:
+    def __init__(
+        self, *, max_bytes: int = 0, has_disk: bool = False, any_prefix: bool = True
+    ) -> None:
         self._max_bytes = max_bytes
+        self._is_off = max_bytes == 0 and not has_disk
         self._any_prefix = any_prefix
         self._entries: dict[int, _Entry] = {}
         self._index = PrefixTree()
+        self._leaving: list[Snapshot] = []
         self._keys = count()
         self._clock = 0
 
@@ -56,18 +61,15 @@ class Shelf:
         """RAM in use."""
         return sum(e.snapshot.n_bytes for e in self._entries.values() if e.snapshot)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def match(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
         """The entry that holds most of the first `limit` tokens; by default of all but the last."""
         limit = len(tokens) - 1 if limit is None else limit
         return self._index.match(tokens, limit, whole=not self._any_prefix)
 
-    def covers(self, tokens: Sequence[int]) -> bool:
-        """Whether a snapshot of `tokens` would give nothing new."""
-        match = self._index.match(tokens, len(tokens), whole=not self._any_prefix)
-        return match is not None and match.n == len(tokens)
+    def wants(self, tokens: Sequence[int]) -> bool:
+        """Whether a snapshot of `tokens` can be kept somewhere, and would give anything new."""
+        match = self.match(tokens, len(tokens))
+        return not self._is_off and (match is None or match.n < len(tokens))
 
     def length(self, key: int) -> int:
         """Tokens an entry holds."""
@@ -80,17 +82,20 @@ class Shelf:
 
     # -- changes --------------------------------------------------------------------------
 
-    def put(self, snapshot: Snapshot) -> list[Snapshot]:
-        """Keep a snapshot; return what has to leave RAM for it and is not on disk, oldest first.
+    def put(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot, if it is wanted.  One larger than the shelf leaves at once."""
+        if self.wants(snapshot.tokens):
+            self._drop_what_it_covers(snapshot)
+            self._add(snapshot.tokens, snapshot)
+            self._shrink()
 
-        One larger than the shelf leaves at once.  What is returned is forgotten: once it
-        has been stored, `add_stored` makes it known again.
+    def take_leaving(self) -> list[Snapshot]:
+        """What had to leave RAM since the last call and is not on disk, oldest first.
+
+        It is forgotten: once it has been stored, `add_stored` makes it known again.
         """
-        if self.covers(snapshot.tokens):
-            return []
-        self._drop_what_it_covers(snapshot)
-        self._add(snapshot.tokens, snapshot)
-        return self._shrink()
+        leaving, self._leaving = self._leaving, []
+        return leaving
 
     def add_stored(self, tokens: Sequence[int]) -> int:
         """Know of a snapshot on disk; return its key."""
@@ -99,29 +104,24 @@ class Shelf:
         return key
 
     def take_all(self) -> list[Snapshot]:
-        """Everything that is in RAM and not on disk, to be stored."""
-        return [e.snapshot for e in self._entries.values() if e.snapshot and not e.on_disk]
+        """Everything that is not on disk, to be stored: what is in RAM, and what has left it."""
+        in_ram = (e.snapshot for e in self._entries.values() if e.snapshot and not e.on_disk)
+        return [*self.take_leaving(), *in_ram]
 
-    def read(self, key: int, snapshot: Snapshot) -> list[Snapshot]:
-        """A snapshot was read from disk: hold it until the next `put` or `read` at least.
+    def add_read(self, key: int, snapshot: Snapshot | None) -> None:
+        """An entry was read from disk: hold it until the next `put` or `add_read` at least.
 
-        Returns what has to leave RAM for it, as `put` does.
+        With `None`, it could not be read, and is forgotten.
         """
         entry = self._entries.get(key)
         if entry is None:
-            return []
-        if entry.tokens != snapshot.tokens:  # the file is another one by now
-            self.remove(key)
-            return []
+            return
+        if snapshot is None or entry.tokens != snapshot.tokens:  # gone, or another one by now
+            self._remove(key)
+            return
         self._touch(key)
-        left = self._shrink(max(0, self._max_bytes - snapshot.n_bytes))
+        self._shrink(beside=snapshot.n_bytes)
         entry.snapshot = snapshot
-        return left
-
-    def remove(self, key: int) -> None:
-        """Forget an entry, known or not."""
-        if self._entries.pop(key, None):
-            self._index.drop(key)
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -131,6 +131,10 @@ class Shelf:
         self._index.extend(key, tokens)
         self._touch(key)
         return key
+
+    def _remove(self, key: int) -> None:
+        del self._entries[key]
+        self._index.drop(key)
 
     def _touch(self, key: int) -> None:
         self._clock += 1
@@ -142,11 +146,11 @@ class Shelf:
         for key, entry in list(self._entries.items()):
             n = len(entry.tokens)
             if not entry.on_disk and common_length(entry.tokens, snapshot.tokens, n) == n:
-                self.remove(key)
+                self._remove(key)
 
-    def _shrink(self, max_bytes: int | None = None) -> list[Snapshot]:
-        limit = self._max_bytes if max_bytes is None else max_bytes
-        left: list[Snapshot] = []
+    def _shrink(self, beside: int = 0) -> None:
+        """Let the least recently used leave RAM until the rest fits `beside` some more bytes."""
+        limit = max(0, self._max_bytes - beside)
         in_ram = sorted(
             (key for key, e in self._entries.items() if e.snapshot),
             key=lambda key: self._entries[key].last_used,
@@ -157,7 +161,6 @@ class Shelf:
             entry = self._entries[key]
             assert entry.snapshot is not None
             if not entry.on_disk:
-                left.append(entry.snapshot)
-                self.remove(key)
+                self._leaving.append(entry.snapshot)
+                self._remove(key)
             entry.snapshot = None
-        return left

@@ -93,7 +93,7 @@ def all_files_in(folder: Path) -> list[Path]:
 
 def knows(engine: Engine, asked: Request) -> bool:
     """Whether RAM or disk hold what the request begins with."""
-    found = engine._desk.decode.scheduler._pool.find_shelved(asked.prompt)  # type: ignore[arg-type]
+    found = engine._desk.decode.scheduler.shelf.match(asked.prompt)  # type: ignore[arg-type]
     return found is not None and found.n == N_PREFIX
 
 
@@ -430,9 +430,7 @@ async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
             store = engine._desk.decode._store
             assert store is not None
             assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
-            shelf = engine._desk.decode.scheduler._pool._shelf
-            assert shelf is not None
-            assert shelf.n_bytes == 0
+            assert engine._desk.decode.scheduler.shelf.n_bytes == 0
             disk.go_on()
     assert files_in(tmp_path)
 

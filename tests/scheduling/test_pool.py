@@ -10,13 +10,14 @@ import pytest
 from llamad_trio.scheduling.plan import Copy, Drop
 from llamad_trio.scheduling.pool import MIN_CHECKPOINT_TOKENS, Pool, Reuse
 from llamad_trio.scheduling.prefix import Match
+from llamad_trio.scheduling.shelf import Shelf
 
 LONG = list(range(100, 100 + MIN_CHECKPOINT_TOKENS))
 """The shortest prompt that is worth a checkpoint."""
 
 
 def pool_of(n_seqs: int = 4, *, n_ctx: int = 100, reuse: Reuse = Reuse.PREFIX) -> Pool:
-    return Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse)
+    return Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=Shelf())
 
 
 def computed(pool: Pool, *tokens: int) -> int:

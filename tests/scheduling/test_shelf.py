@@ -20,7 +20,19 @@ def snapshot(*tokens: int, n_bytes: int = 100) -> Snapshot:
 
 
 def shelf_of(n_bytes: int = 300, *, any_prefix: bool = True) -> Shelf:
-    return Shelf(max_bytes=n_bytes, any_prefix=any_prefix)
+    return Shelf(max_bytes=n_bytes, has_disk=True, any_prefix=any_prefix)
+
+
+def put(shelf: Shelf, new: Snapshot) -> list[Snapshot]:
+    """Put a snapshot on the shelf; return what leaves RAM for it."""
+    shelf.put(new)
+    return shelf.take_leaving()
+
+
+def add_read(shelf: Shelf, key: int, found: Snapshot | None) -> list[Snapshot]:
+    """Read an entry from disk; return what leaves RAM for it."""
+    shelf.add_read(key, found)
+    return shelf.take_leaving()
 
 
 def test_a_snapshot_takes_its_state_and_four_bytes_a_token() -> None:
@@ -30,23 +42,24 @@ def test_a_snapshot_takes_its_state_and_four_bytes_a_token() -> None:
 @ANY_PREFIX
 def test_what_was_put_is_found_and_is_what_was_put(any_prefix: bool) -> None:
     shelf, kept = shelf_of(any_prefix=any_prefix), snapshot(1, 2, 3)
-    assert shelf.put(kept) == []
+    assert put(shelf, kept) == []
     match = shelf.match([1, 2, 3, 4])
     assert match is not None
     assert (match.n, shelf.length(match.seq)) == (3, 3)
     assert shelf.snapshot(match.seq) is kept
-    assert shelf.take_all() == [kept]
+    assert put(shelf, snapshot(1, 2, 3)) == []
+    assert shelf.take_all() == [kept], "the same is kept once"
 
 
 def test_the_least_recently_used_leave_until_the_rest_fits() -> None:
     shelf = shelf_of(300)
     first, second, third = snapshot(1), snapshot(2), snapshot(3)
     for each in (first, second, third):
-        assert shelf.put(each) == []
+        assert put(shelf, each) == []
     match = shelf.match([1, 9])
     assert match is not None
     assert shelf.snapshot(match.seq) is first  # used now
-    assert shelf.put(snapshot(4, n_bytes=200)) == [second, third]
+    assert put(shelf, snapshot(4, n_bytes=200)) == [second, third]
     assert shelf.match([2, 9]) is None
     assert shelf.match([1, 9]) is not None
     assert shelf.n_bytes == 300
@@ -58,59 +71,51 @@ def test_only_a_look_does_not_count_as_use() -> None:
     shelf.put(first)
     shelf.put(second)
     assert shelf.match([1, 9]) is not None
-    assert shelf.covers([1])
-    assert shelf.put(snapshot(3)) == [first]
+    assert not shelf.wants([1])
+    assert put(shelf, snapshot(3)) == [first]
 
 
-def test_what_is_larger_than_the_shelf_leaves_at_once() -> None:
-    shelf = shelf_of(300)
-    huge = snapshot(9, n_bytes=301)
-    assert shelf.put(huge) == [huge]
-    assert (len(shelf), shelf.n_bytes) == (0, 0)
+@pytest.mark.parametrize("n_bytes", [0, 300])
+def test_what_is_larger_than_the_shelf_leaves_at_once(n_bytes: int) -> None:
+    shelf, huge = shelf_of(n_bytes), snapshot(9, n_bytes=n_bytes + 4)
+    assert put(shelf, huge) == [huge]
+    assert (shelf.n_bytes, shelf.take_all()) == (0, [])
     assert shelf.match([9, 1]) is None
-    assert not shelf.covers([9])
+    assert shelf.wants([9])
 
 
-def test_a_shelf_without_room_gives_everything_on() -> None:
-    shelf, small = shelf_of(0), snapshot(1, n_bytes=5)
-    assert shelf.put(small) == [small]
-    assert shelf.take_all() == []
+def test_what_has_left_is_taken_once_and_not_lost_by_the_next_that_leaves() -> None:
+    shelf = shelf_of(0)
+    left = [snapshot(1), snapshot(2), snapshot(3)]
+    for each in left[:2]:
+        shelf.put(each)
+    assert shelf.take_leaving() == left[:2]
+    shelf.put(left[2])
+    assert shelf.take_all() == left[2:]
+    assert shelf.take_leaving() == []
 
 
-def test_a_part_of_what_is_there_is_nothing_new_where_any_prefix_serves() -> None:
-    shelf = shelf_of(any_prefix=True)
-    shelf.put(snapshot(1, 2, 3))
-    assert shelf.covers([1, 2])
-    assert shelf.put(snapshot(1, 2)) == []
-    assert len(shelf) == 1
+def test_a_shelf_without_ram_or_disk_wants_nothing() -> None:
+    shelf = Shelf()
+    assert not shelf.wants([1])
+    assert put(shelf, snapshot(1)) == []
 
 
-def test_a_part_of_what_is_there_is_new_where_only_the_whole_serves() -> None:
-    shelf = shelf_of(any_prefix=False)
-    shelf.put(snapshot(1, 2, 3))
-    assert not shelf.covers([1, 2])
-    shelf.put(snapshot(1, 2))
-    assert len(shelf) == 2
-    match = shelf.match([1, 2, 9])
-    assert match is not None
-    assert (match.n, shelf.length(match.seq)) == (2, 2)
+def test_a_part_of_what_is_there_is_new_only_where_nothing_but_the_whole_serves() -> None:
+    for any_prefix in (True, False):
+        shelf = shelf_of(any_prefix=any_prefix)
+        shelf.put(snapshot(1, 2, 3))
+        assert shelf.wants([1, 2]) == (not any_prefix)
+        shelf.put(snapshot(1, 2))
+        assert len(shelf.take_all()) == (1 if any_prefix else 2)
 
 
 def test_what_a_longer_one_gives_as_well_makes_way_for_it() -> None:
-    shelf, longer = shelf_of(200), snapshot(1, 2, 3)
+    shelf, longer, other = shelf_of(200), snapshot(1, 2, 3), snapshot(7)
     shelf.put(snapshot(1, 2))
-    shelf.put(snapshot(7))
-    assert shelf.put(longer) == []  # there is room: the shorter one is no longer needed
-    assert longer in shelf.take_all()
-    assert len(shelf) == 2
-
-
-@ANY_PREFIX
-def test_the_same_is_kept_once(any_prefix: bool) -> None:
-    shelf, first = shelf_of(any_prefix=any_prefix), snapshot(1, 2)
-    assert shelf.put(first) == []
-    assert shelf.put(snapshot(1, 2)) == []
-    assert shelf.take_all() == [first]
+    shelf.put(other)
+    assert put(shelf, longer) == []  # there is room: the shorter one is no longer needed
+    assert shelf.take_all() == [other, longer]
 
 
 @ANY_PREFIX
@@ -130,29 +135,29 @@ def test_what_is_on_disk_is_known_and_takes_no_ram() -> None:
     assert shelf.match([1, 2, 3, 4]) == Match(key, 3)
     assert shelf.length(key) == 3
     assert shelf.snapshot(key) is None
-    assert shelf.covers([1, 2, 3])
+    assert not shelf.wants([1, 2, 3])
     assert (shelf.n_bytes, shelf.take_all()) == (0, [])
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1000])
 def test_what_was_read_is_held_until_it_has_been_used(n_bytes: int) -> None:
-    shelf, read = shelf_of(n_bytes), snapshot(1, 2, 3)
-    key = shelf.add_stored(read.tokens)
-    assert shelf.read(key, read) == []
-    assert shelf.snapshot(key) is read
+    shelf, found = shelf_of(n_bytes), snapshot(1, 2, 3)
+    key = shelf.add_stored(found.tokens)
+    assert add_read(shelf, key, found) == []
+    assert shelf.snapshot(key) is found
     assert shelf.take_all() == []  # it is on disk already
 
 
 @pytest.mark.parametrize("next_", ["put", "read"])
 def test_what_was_read_stays_known_when_it_leaves_ram(next_: str) -> None:
-    shelf, read = shelf_of(0), snapshot(1, 2, 3)
-    key, other = shelf.add_stored(read.tokens), shelf.add_stored([7])
-    shelf.read(key, read)
+    shelf, found = shelf_of(0), snapshot(1, 2, 3)
+    key, other = shelf.add_stored(found.tokens), shelf.add_stored([7])
+    shelf.add_read(key, found)
     if next_ == "put":
         small = snapshot(5)
-        assert shelf.put(small) == [small]  # and not what was read: that is on disk
+        assert put(shelf, small) == [small]  # and not what was read: that is on disk
     else:
-        assert shelf.read(other, snapshot(7)) == []
+        assert add_read(shelf, other, snapshot(7)) == []
         assert shelf.n_bytes == 100
     assert shelf.snapshot(key) is None
     assert shelf.match([1, 2, 3, 4]) == Match(key, 3)
@@ -160,45 +165,35 @@ def test_what_was_read_stays_known_when_it_leaves_ram(next_: str) -> None:
 
 def test_what_was_read_stays_while_there_is_room() -> None:
     shelf = shelf_of(300)
-    for token in (1, 2, 3):
-        key = shelf.add_stored([token])
-        shelf.read(key, snapshot(token))
-    assert shelf.n_bytes == 300
-    shelf.read(shelf.add_stored([4]), snapshot(4))
-    assert shelf.n_bytes == 300
+    for token in (1, 2, 3, 4):
+        shelf.add_read(shelf.add_stored([token]), snapshot(token))
+        assert shelf.n_bytes == min(300, 100 * token)
 
 
 def test_what_a_read_drives_out_is_given_on_unless_it_is_on_disk() -> None:
     shelf, kept = shelf_of(100), snapshot(1)
     shelf.put(kept)
     key = shelf.add_stored([2])
-    assert shelf.read(key, snapshot(2)) == [kept]
+    assert add_read(shelf, key, snapshot(2)) == [kept]
     assert shelf.match([1, 9]) is None
 
 
-def test_a_file_that_turned_into_another_is_not_taken_for_the_old_one() -> None:
+@pytest.mark.parametrize("found", [None, snapshot(1, 2, 4)], ids=["gone", "another one"])
+def test_a_file_that_is_not_what_was_stored_is_forgotten(found: Snapshot | None) -> None:
     shelf = shelf_of()
     key = shelf.add_stored([1, 2, 3])
-    shelf.read(key, snapshot(1, 2, 4))
-    assert len(shelf) == 0
-    assert shelf.match([1, 2, 3, 4]) is None
-
-
-def test_what_is_gone_from_disk_is_gone() -> None:
-    shelf = shelf_of()
-    key = shelf.add_stored([1, 2, 3])
-    shelf.remove(key)
-    shelf.remove(key)
-    assert shelf.read(key, snapshot(1, 2, 3)) == []
-    assert (len(shelf), shelf.match([1, 2, 3, 4])) == (0, None)
+    for _ in range(2):  # the second time it is known no more
+        assert add_read(shelf, key, found) == []
+        assert shelf.match([1, 2, 3, 4]) is None
+    assert add_read(shelf, key, snapshot(1, 2, 3)) == []
+    assert shelf.n_bytes == 0
 
 
 def test_a_longer_one_in_ram_leaves_the_shorter_one_on_disk_known() -> None:
     shelf = shelf_of(100)
     key, longer = shelf.add_stored([1, 2]), snapshot(1, 2, 3)
     shelf.put(longer)
-    assert len(shelf) == 2
-    assert shelf.put(snapshot(7)) == [longer]
+    assert put(shelf, snapshot(7)) == [longer]
     assert shelf.match([1, 2, 3, 4]) == Match(key, 2)
 
 
@@ -216,9 +211,8 @@ def test_the_longest_prefix_is_found(
     if match:
         assert n_common(keys[match.seq], wanted) >= match.n
         assert any_prefix or len(keys[match.seq]) == match.n
-    assert shelf.covers(wanted) == (
-        longest_prefix(held, wanted, whole=not any_prefix) == len(wanted)
-    )
+    longest = longest_prefix(held, wanted, whole=not any_prefix)
+    assert shelf.wants(wanted) == (longest < len(wanted))
 
 
 class ShelfMachine(RuleBasedStateMachine):
@@ -229,7 +223,7 @@ class ShelfMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = Shelf(max_bytes=self.max_bytes, any_prefix=self.any_prefix)
+        self.shelf = shelf_of(self.max_bytes, any_prefix=self.any_prefix)
         self.in_ram: list[Snapshot] = []
         self.on_disk: dict[int, tuple[int, ...]] = {}
         self.read_last = 0
@@ -237,8 +231,8 @@ class ShelfMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, n=st.integers(0, 100))
     def put(self, tokens: tuple[int, ...], n: int) -> None:
         new = Snapshot(tokens, bytes(n))
-        is_new = not self.shelf.covers(tokens)
-        left = self.shelf.put(new)
+        is_new = self.shelf.wants(tokens)
+        left = put(self.shelf, new)
         if is_new:
             self.in_ram.append(new)
             if self.any_prefix:
@@ -259,18 +253,18 @@ class ShelfMachine(RuleBasedStateMachine):
     @rule(data=st.data(), n=st.integers(0, 150))
     def read(self, data: st.DataObject, n: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.on_disk)))
-        read = Snapshot(self.on_disk[key], bytes(n))
-        left = self.shelf.read(key, read)
-        assert self.shelf.snapshot(key) is read
+        found = Snapshot(self.on_disk[key], bytes(n))
+        left = add_read(self.shelf, key, found)
+        assert self.shelf.snapshot(key) is found
         self.in_ram = [s for s in self.in_ram if s not in left]
-        self.read_last = read.n_bytes
+        self.read_last = found.n_bytes
 
     @precondition(lambda self: self.on_disk)
     @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
+    def lose_file(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.on_disk)))
         del self.on_disk[key]
-        self.shelf.remove(key)
+        self.shelf.add_read(key, None)
 
     @rule(tokens=TOKENS)
     def match(self, tokens: tuple[int, ...]) -> None:
@@ -285,7 +279,7 @@ class ShelfMachine(RuleBasedStateMachine):
     @invariant()
     def everything_not_on_disk_is_there_or_was_given_on(self) -> None:
         assert set(map(id, self.shelf.take_all())) == set(map(id, self.in_ram))
-        assert len(self.shelf) == len(self.in_ram) + len(self.on_disk)
+        assert len(self.shelf._entries) == len(self.in_ram) + len(self.on_disk)
 
     @invariant()
     def it_stays_within_its_bytes_but_for_what_was_just_read(self) -> None:
