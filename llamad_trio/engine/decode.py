@@ -14,8 +14,9 @@ from llamad_trio.engine.reporter import Reporter
 from llamad_trio.engine.store import SnapshotStore, StoreActor
 from llamad_trio.engine.ticket import Ticket
 from llamad_trio.scheduling.plan import Prepared, StepPlan, StepResult, StepStatus
+from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.runtime import Runtime
-from llamad_trio.scheduling.scheduler import Event, Failed, Finished, Piece, Scheduler
+from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, shielded
 

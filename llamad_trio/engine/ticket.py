@@ -17,7 +17,7 @@ from llamad_trio.core.engine_events import RequestKind
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.events import ReplyEvent
 from llamad_trio.core.request import Request
-from llamad_trio.scheduling.scheduler import Finished
+from llamad_trio.scheduling.run import Finished
 
 STREAM_BUFFER = 64
 """Pieces a reader may lag behind before its slot pauses."""

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum, auto
 
 import attrs
 
-from llamad_trio.core.completion import FinishReason, TokenLogprob
+from llamad_trio.core.completion import FinishReason
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.info import EngineStats
 from llamad_trio.scheduling.pacing import StepPacer
@@ -43,10 +42,9 @@ from llamad_trio.scheduling.plan import (
 )
 from llamad_trio.scheduling.pool import Pool, Reuse
 from llamad_trio.scheduling.prefix import Match, common_length
+from llamad_trio.scheduling.run import Event, Failed, Run, RunState
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
-from llamad_trio.scheduling.stop import StopMatcher
 from llamad_trio.scheduling.threads import ComputeThreads
-from llamad_trio.scheduling.utf8 import Utf8Assembler
 
 HEADROOM_TOKENS = 32
 """Free cells asked for beyond the prompt at admission: enough that a request is not
@@ -54,96 +52,6 @@ preempted in its first moments, little enough that a high `max_tokens` costs not
 
 MIN_SHARED_TOKENS = 8
 """A request waits for another's prefill only when it saves at least this much of its own."""
-
-
-@attrs.frozen
-class Piece:
-    """Text to hand to the reader of request `id`; never empty."""
-
-    id: int
-    text: str
-
-
-@attrs.frozen(kw_only=True)
-class Finished:
-    """Request `id` is complete."""
-
-    id: int
-    text: str
-    prompt_tokens: int
-    generated_tokens: int
-    finish_reason: FinishReason
-    stop_sequence: str | None
-    cached_tokens: int
-    logprobs: Sequence[TokenLogprob] = ()
-    scores: Sequence[float] = ()
-
-
-@attrs.frozen
-class Failed:
-    """Request `id` ended with an error."""
-
-    id: int
-    error: LlamadError
-
-
-Event = Piece | Finished | Failed
-
-
-class _State(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    ENDED = auto()
-
-
-_MOVES = {
-    (_State.WAITING, _State.RUNNING),  # admitted
-    (_State.RUNNING, _State.WAITING),  # preempted
-    (_State.WAITING, _State.ENDED),  # cancelled, or the engine closed
-    (_State.RUNNING, _State.ENDED),  # finished, failed, cancelled
-}
-
-
-@attrs.define(eq=False)
-class _Run:
-    """A request on its way: everything that survives preemption.
-
-    `n_new` is the number of tokens the last sampling gave; `scores` are by position.
-    """
-
-    prepared: Prepared
-    arrival: int
-    tokens: list[int]
-    stop: StopMatcher
-    utf8: Utf8Assembler = attrs.field(factory=Utf8Assembler)
-    state: _State = _State.WAITING
-    seq: int = -1
-    begun: bool = False
-    text: list[str] = attrs.field(factory=list)
-    n_new: int = 0
-    logprobs: list[TokenLogprob] = attrs.field(factory=list)
-    scores: dict[int, float] = attrs.field(factory=dict)
-    cached_tokens: int = 0
-    has_sampler: bool = False
-    paused: bool = False
-    cancelled: bool = False
-
-    @property
-    def id(self) -> int:
-        return self.prepared.id
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.prepared.tokens)
-
-    @property
-    def n_reusable(self) -> int:
-        """Tokens that may come from others: those before the first whose logits are wanted."""
-        return len(self.tokens) - max(1, len(self.prepared.targets))
-
-    def move(self, state: _State) -> None:
-        assert (self.state, state) in _MOVES, f"{self.state} -> {state}"
-        self.state = state
 
 
 @attrs.define
@@ -198,8 +106,8 @@ class Scheduler:
         self._threads = threads
         self.shelf = Shelf() if shelf is None else shelf
         self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=self.shelf)
-        self._runs: dict[int, _Run] = {}
-        self._running: list[_Run] = []  # those that hold a slot, oldest first
+        self._runs: dict[int, Run] = {}
+        self._running: list[Run] = []  # those that hold a slot, oldest first
         self._plan: StepPlan | None = None
         self._growth: dict[int, int] = {}
         self._old_samplers: list[int] = []
@@ -219,8 +127,7 @@ class Scheduler:
         assert not prepared.targets or prepared.max_tokens == 0
         assert len(prepared.targets) <= len(prepared.tokens)
         self._arrivals += 1
-        stop = StopMatcher(prepared.stop)
-        self._runs[prepared.id] = _Run(prepared, self._arrivals, list(prepared.tokens), stop)
+        self._runs[prepared.id] = Run(prepared, self._arrivals)
 
     def cancel(self, request_id: int) -> None:
         """Nobody wants this request any more.  No event follows.  Unknown ids are ignored."""
@@ -261,7 +168,7 @@ class Scheduler:
     @property
     def has_waiting(self) -> bool:
         """Whether a request is waiting that could not be admitted."""
-        return any(r.state is _State.WAITING and not r.paused for r in self._runs.values())
+        return any(r.state is RunState.WAITING and not r.paused for r in self._runs.values())
 
     @property
     def n_running(self) -> int:
@@ -407,15 +314,15 @@ class Scheduler:
         if self._short_of_cells and any(not run.paused for run in self._running):
             return  # or who has just been preempted would come back, and nobody progress
         for run in list(self._runs.values()):
-            if run.state is not _State.WAITING or run.paused:
+            if run.state is not RunState.WAITING or run.paused:
                 continue  # a paused one waits for its own reader; the others need not
             if not self._find_room(run):
                 return
             run.seq = self._pool.open()
-            run.move(_State.RUNNING)
+            run.move(RunState.RUNNING)
             insort(self._running, run, key=lambda r: r.arrival)
 
-    def _find_room(self, run: _Run) -> bool:
+    def _find_room(self, run: Run) -> bool:
         """Whether `run` can start, preempting paused requests if that is what it takes."""
         paused = [r for r in self._running if r.paused]
         active = [r for r in self._running if not r.paused]
@@ -427,15 +334,15 @@ class Scheduler:
             self._preempt(paused.pop())
         return True
 
-    def _fits(self, run: _Run, running: Iterable[_Run]) -> bool:
+    def _fits(self, run: Run, running: Iterable[Run]) -> bool:
         """Whether `run` and a small headroom fit beside what `running` have and will have.
 
         A prefix they share counts once, computed or not.
         """
-        left = run.prepared.max_tokens - run.generated
+        left = run.prepared.max_tokens - run.n_generated
         held: list[tuple[int, int]] = []
         to_come = min(left, HEADROOM_TOKENS)
-        older: list[_Run] = []
+        older: list[Run] = []
         for r in sorted((*running, run), key=lambda r: r.arrival):
             if r.begun:
                 resident = self._pool.length(r.seq)
@@ -451,26 +358,26 @@ class Scheduler:
         wanted = self._pool.cells(held) + to_come
         return wanted <= self.n_ctx or len(older) == 1
 
-    def _worth_waiting(self, run: _Run, n: int, older: Iterable[_Run]) -> int:
+    def _worth_waiting(self, run: Run, n: int, older: Iterable[Run]) -> int:
         """Tokens that `run`, which can have `n` now, can have once others have computed them;
         0 if it had better begin."""
         soon = 0
         for other in older:
-            common = 0 if other.paused else self._common(run, other)
+            common = 0 if other.paused else self._n_common(run, other)
             if not other.begun or common > self._pool.length(other.seq):
                 soon = max(soon, common)
         return soon if soon >= n + MIN_SHARED_TOKENS else 0
 
-    def _common(self, run: _Run, other: _Run) -> int:
+    def _n_common(self, run: Run, other: Run) -> int:
         """Leading tokens `run` could take over from `other`, once that has computed them."""
         if self._pool.reuse is not Reuse.PREFIX:
             return 0
         return common_length(run.tokens, other.tokens, run.n_reusable)
 
-    def _find(self, run: _Run) -> Match | None:
+    def _find(self, run: Run) -> Match | None:
         return self._pool.find(run.tokens, run.n_reusable)
 
-    def _begin(self, run: _Run) -> bool:
+    def _begin(self, run: Run) -> bool:
         """Take over what is computed already; false while somebody is computing more of it."""
         match = self._find(run)
         n = match.n if match else 0
@@ -489,7 +396,7 @@ class Scheduler:
         elif match:
             self._pool.share(match, run.seq)
         run.begun = True
-        if run.generated == 0:
+        if run.n_generated == 0:
             run.cached_tokens = n
             self._totals.cached_tokens += n
         return True
@@ -500,7 +407,7 @@ class Scheduler:
         growth = sum(self._growth.values())
         return self._pool.can_free(length + growth, (r.seq for r in self._running))
 
-    def _make_room(self, run: _Run, n_tokens: int) -> int:
+    def _make_room(self, run: Run, n_tokens: int) -> int:
         """Free cells until `run` can grow by `n_tokens`; return how many it can grow by."""
         while (free := self._pool.free_cells - sum(self._growth.values())) < n_tokens:
             if self._pool.evict():
@@ -511,7 +418,7 @@ class Scheduler:
                 return free
         return n_tokens
 
-    def _victim(self, run: _Run) -> _Run | None:
+    def _victim(self, run: Run) -> Run | None:
         """Whom to preempt so that `run` can grow: paused readers first, then the newest."""
         others = [r for r in self._running if r is not run]
         paused = [r for r in others if r.paused]
@@ -519,15 +426,15 @@ class Scheduler:
         candidates = paused or newer
         return candidates[-1] if candidates else None
 
-    def _preempt(self, run: _Run) -> None:
+    def _preempt(self, run: Run) -> None:
         self._pool.close(run.seq, keep=False)
         self._leave_slot(run)
         self._growth.pop(run.id, None)
-        run.move(_State.WAITING)
+        run.move(RunState.WAITING)
         self._totals.preemptions += 1
         self._preempted.append(run.id)
 
-    def _leave_slot(self, run: _Run) -> None:
+    def _leave_slot(self, run: Run) -> None:
         self._running.remove(run)
         run.seq, run.begun = -1, False
 
@@ -541,9 +448,9 @@ class Scheduler:
         # The oldest must go on, even with a prompt beside streams that are forced all the time.
         kept = 1 if budget and awake[:1] != decoding[:1] else 0
         for run in decoding:
-            if run.state is not _State.RUNNING:
+            if run.state is not RunState.RUNNING:
                 continue  # preempted for one before it
-            n = self._make_room(run, 1 + min(self._pending(run) - 1, budget - kept))
+            n = self._make_room(run, 1 + min(self._n_pending(run) - 1, budget - kept))
             if n:
                 self._growth[run.id] = n
                 budget -= n - 1
@@ -555,11 +462,11 @@ class Scheduler:
         # A step has a row of logits for each sequence there is, and each request needs one.
         spare_rows = self._n_seqs - len(self._running)
         for run in list(self._running):
-            if run.state is not _State.RUNNING or run.paused or self._decodes(run):
+            if run.state is not RunState.RUNNING or run.paused or self._decodes(run):
                 continue
             if budget and (run.begun or self._begin(run)):
                 without_rows = max(0, run.n_reusable - self._pool.length(run.seq))
-                n = min(self._pending(run), budget)
+                n = min(self._n_pending(run), budget)
                 if run.prepared.targets:
                     n = min(n, without_rows + 1 + spare_rows)
                 n = self._make_room(run, n)
@@ -569,16 +476,18 @@ class Scheduler:
                     if run.prepared.targets:
                         spare_rows -= max(0, n - without_rows - 1)
 
-    def _work(self, run: _Run, n_tokens: int) -> Work:
+    def _work(self, run: Run, n_tokens: int) -> Work:
         pos = self._pool.length(run.seq)
         end = pos + n_tokens
-        sample = end == len(run.tokens) and run.prepared.max_tokens > 0
-        targets: Sequence[int] = ()
-        if run.prepared.targets:
-            first = run.n_reusable
-            targets = run.prepared.targets[max(0, pos - first) : max(0, end - first)]
-        tokens = run.tokens[pos:end]
-        return Work(run.id, run.seq, pos, tokens, sample, targets, self._decodes(run))
+        return Work(
+            run.id,
+            run.seq,
+            pos,
+            run.tokens[pos:end],
+            sample=end == len(run.tokens) and run.prepared.max_tokens > 0,
+            targets=run.targets_between(pos, end),
+            decodes=self._decodes(run),
+        )
 
     def _new_samplers(self, work: Iterable[Work]) -> Iterator[Prepared]:
         for item in work:
@@ -620,59 +529,21 @@ class Scheduler:
             run.scores.update(enumerate(result.scores[run.id], first))
         if work.sample:
             return self._take(run, result.sampled[run.id])
-        is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+        is_complete = run.prepared.max_tokens == 0 and self._n_pending(run) == 0
         return self._finish(run, "length") if is_complete else []
 
-    def _take(self, run: _Run, sampled: Sampled) -> list[Event]:
-        """A token was sampled: it, and those it forces, are the request's next ones."""
-        if run.generated == 0:
+    def _take(self, run: Run, sampled: Sampled) -> list[Event]:
+        if run.n_generated == 0:
             self._pool.checkpoint(run.seq, run.prepared.session)
-        if sampled.logprobs is not None:
-            run.logprobs.append(sampled.logprobs)
-        if sampled.ends:
-            run.tokens.append(sampled.token)
-            return self._finish(run, "stop")
-        run.n_new = 0
-        shown: list[str] = []
-        ends: FinishReason | None = None
-        pieces = ((sampled.token, sampled.piece), *sampled.forced)
-        for token, piece in pieces:
-            run.tokens.append(token)
-            run.n_new += 1
-            shown.append(run.stop.push(run.utf8.push(piece)))
-            if run.stop.matched is not None:
-                ends = "stop"
-                break
-            if run.generated >= run.prepared.max_tokens:
-                ends = "length"
-                break
-        if sampled.is_complete and run.n_new == len(pieces):
-            ends = "stop"
-        text = "".join(shown)
-        run.text.append(text)
-        return [*self._piece(run, text), *(self._finish(run, ends) if ends else ())]
+        events = run.take(sampled)
+        return [*events, *self._finish(run, run.ends)] if run.ends else events
 
-    def _piece(self, run: _Run, text: str) -> list[Event]:
-        return [Piece(run.id, text)] if text and run.prepared.streams else []
-
-    def _finish(self, run: _Run, reason: FinishReason) -> list[Event]:
-        rest = run.stop.push(run.utf8.flush()) + run.stop.flush()
-        run.text.append(rest)
-        finished = Finished(
-            id=run.id,
-            text="".join(run.text),
-            prompt_tokens=len(run.prepared.tokens),
-            generated_tokens=run.generated,
-            finish_reason="stop" if run.stop.matched is not None else reason,
-            stop_sequence=run.stop.matched,
-            cached_tokens=run.cached_tokens,
-            logprobs=tuple(run.logprobs),
-            scores=tuple(run.scores[position] for position in sorted(run.scores)),
-        )
+    def _finish(self, run: Run, reason: FinishReason) -> list[Event]:
+        events = run.finish(reason)
         self._end(run)
-        return [*self._piece(run, rest), finished]
+        return events
 
-    def _fail(self, run: _Run, error: LlamadError) -> list[Event]:
+    def _fail(self, run: Run, error: LlamadError) -> list[Event]:
         if run.cancelled:
             return []
         self._end(run)
@@ -702,31 +573,31 @@ class Scheduler:
                 self._totals.cached_tokens -= run.cached_tokens
                 run.cached_tokens = 0
 
-    def _end(self, run: _Run) -> None:
-        if run.state is _State.RUNNING:
+    def _end(self, run: Run) -> None:
+        if run.state is RunState.RUNNING:
             self._short_of_cells = False
             session, holder = run.prepared.session, run.prepared.holder
-            is_complete = run.prepared.max_tokens == 0 and self._pending(run) == 0
+            is_complete = run.prepared.max_tokens == 0 and self._n_pending(run) == 0
             if holder is not None and is_complete and not run.cancelled:
                 self._pool.hold(run.seq, holder)
             else:
                 # What was scored is one of many continuations, and nobody's beginning.
                 self._pool.close(run.seq, keep=not run.prepared.targets, session=session)
             self._leave_slot(run)
-        run.move(_State.ENDED)
+        run.move(RunState.ENDED)
         del self._runs[run.id]
         if run.has_sampler:
             self._old_samplers.append(run.id)
 
     # -- looking around ---------------------------------------------------------------
 
-    def _pending(self, run: _Run) -> int:
+    def _n_pending(self, run: Run) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(run.tokens) - self._pool.length(run.seq)
 
-    def _decodes(self, run: _Run) -> bool:
+    def _decodes(self, run: Run) -> bool:
         """Whether its next step is that of tokens just generated."""
-        return 0 < self._pending(run) <= run.n_new
+        return 0 < self._n_pending(run) <= run.n_new
 
-    def _is_in_flight(self, run: _Run) -> bool:
+    def _is_in_flight(self, run: Run) -> bool:
         return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

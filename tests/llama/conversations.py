@@ -25,8 +25,9 @@ from llamad_trio.llama.context import Context
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import Copy, Drop, MemoryOp, Prepared, StepPlan, StepStatus, Work
 from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.run import Failed, Finished
 from llamad_trio.scheduling.sampling import SamplingParams
-from llamad_trio.scheduling.scheduler import Failed, Finished, Scheduler
+from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.scheduling.threads import ComputeThreads
 
 if TYPE_CHECKING:

@@ -23,15 +23,9 @@ from llamad_trio.scheduling.plan import (
     Work,
 )
 from llamad_trio.scheduling.pool import Reuse
+from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.sampling import SamplingParams
-from llamad_trio.scheduling.scheduler import (
-    MIN_SHARED_TOKENS,
-    Event,
-    Failed,
-    Finished,
-    Piece,
-    Scheduler,
-)
+from llamad_trio.scheduling.scheduler import MIN_SHARED_TOKENS, Scheduler
 from llamad_trio.scheduling.threads import ComputeThreads
 from tests.scheduling.fake_memory import (
     Cell,

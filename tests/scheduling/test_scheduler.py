@@ -13,7 +13,7 @@ import pytest
 from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceError
 from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from llamad_trio.scheduling.scheduler import Failed, Finished, Piece
+from llamad_trio.scheduling.run import Failed, Finished, Piece
 from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import HashModel, ScriptModel
 

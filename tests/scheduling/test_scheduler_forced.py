@@ -10,7 +10,7 @@ import pytest
 
 from llamad_trio.scheduling.plan import Sampled, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from llamad_trio.scheduling.scheduler import Finished, Piece
+from llamad_trio.scheduling.run import Finished, Piece
 from tests.scheduling.checked_scheduler import CheckedScheduler, sizes
 from tests.scheduling.fake_memory import (
     EndlessModel,
