@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, IntEnum, auto
 from itertools import count
 
-import attrs
-
 from llamad_trio.scheduling.plan import Copy, Drop, Load, MemoryOp, Save, StepPlan
 from llamad_trio.scheduling.prefix import Match, PrefixTree
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
@@ -42,14 +40,6 @@ class _Rank(IntEnum):
     HELD = auto()
 
 
-@attrs.define
-class _Retained:
-    """A prefix nobody runs on."""
-
-    last_used: int
-    rank: _Rank
-
-
 class Pool:
     """The sequences of one context.  Sizes in tokens, which are cells.
 
@@ -65,14 +55,13 @@ class Pool:
         self.reuse = reuse
         self._tree = PrefixTree()
         self._free = list(range(n_seqs))
-        self._retained: dict[int, _Retained] = {}
+        self._retained: dict[int, _Rank] = {}  # nobody runs on them; least recently used first
         self._held: dict[str, int] = {}
         # Copies that no step has built on yet, and what turned out not to be copied: layers
         # with a sliding window give away what has left it.
         self._unproven: dict[int, Match] = {}
         self._spoilt: dict[int, int] = {}
         self._ops: list[MemoryOp] = []
-        self._clock = 0
         self._shelf = shelf
         self._save_keys = count()
         self._saving: dict[int, tuple[int, ...]] = {}
@@ -96,41 +85,37 @@ class Pool:
         """Cells the sequences hold together; every other one in use is retained."""
         return self._tree.cells((seq, self._tree.length(seq)) for seq in seqs)
 
-    @property
-    def in_use(self) -> int:
-        """Cells in use, retained ones included."""
-        return self._tree.size
-
-    def find(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
-        """The longest prefix to go on from, of `limit` tokens at most; by default of all but
-        the last, which must be computed for its logits."""
-        match = self._match(tokens, len(tokens) - 1 if limit is None else limit)
-        if match and match.seq in self._retained:
-            self._touch(match.seq)
+    def find(self, tokens: Sequence[int], limit: int) -> Match:
+        """The longest prefix to go on from, of `limit` tokens at most."""
+        match = self._match(tokens, limit)
+        if match.seq in self._retained:
+            self._retain(match.seq, self._retained[match.seq])
         return match
 
-    def _match(self, tokens: Sequence[int], limit: int) -> Match | None:
+    def n_resident(self, tokens: Sequence[int]) -> int:
+        """How many of the first tokens somebody holds, so that one can go on from there."""
+        return self._match(tokens, len(tokens)).n
+
+    def _match(self, tokens: Sequence[int], limit: int) -> Match:
         if self.reuse is Reuse.NOTHING:
-            return None
+            return Match()
         match = self._tree.match(tokens, limit, whole=self.reuse is Reuse.WHOLE)
-        return None if match and match.n <= self._spoilt.get(match.seq, 0) else match
+        return match if match.n > self._spoilt.get(match.seq, 0) else Match()
 
     # -- a request's sequence -----------------------------------------------------------
 
     def open(self) -> int:
         """A sequence that holds nothing; the oldest retained prefix goes if there is none."""
         if not self._free:
-            self._evict(self._least_wanted(self._retained))
+            self._evict(min(self._retained, key=lambda seq: self._retained[seq]))
         return self._free.pop()
 
     def share(self, match: Match, seq: int) -> None:
         """Let `seq`, which holds nothing, go on from what was found."""
-        self._tree.copy(match.seq, seq, match.n)
-        self._ops.append(Copy(match.seq, seq, match.n))
+        self._copy(match, seq)
         self._unproven[seq] = match
         consumed = match.n == self._tree.length(match.seq) and self.reuse is Reuse.PREFIX
-        retained = self._retained.get(match.seq)
-        if consumed and retained and retained.rank is not _Rank.HELD:
+        if consumed and self._retained.get(match.seq, _Rank.HELD) is not _Rank.HELD:
             self._forget(match.seq)  # seq holds all of it, and gives any prefix of it
 
     def extend(self, seq: int, tokens: Sequence[int]) -> None:
@@ -196,11 +181,10 @@ class Pool:
             return False
         seq = self.open()
         match = self._match(tokens, len(tokens))
-        if match is None or match.n < len(tokens):  # it was what gave way
+        if match.n < len(tokens):  # it was what gave way
             self._free.append(seq)
             return False
-        self._tree.copy(match.seq, seq, match.n)
-        self._ops.append(Copy(match.seq, seq, match.n))
+        self._copy(match, seq)
         self.hold(seq, holder)
         return True
 
@@ -210,14 +194,9 @@ class Pool:
         if seq is None or seq not in self._retained:
             return
         if self._is_of_use(seq):
-            self._retained[seq].rank = _Rank.COMMON
+            self._retained[seq] = _Rank.COMMON
         else:
             self._forget(seq)
-
-    def n_resident(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens somebody holds, so that one can go on from there."""
-        match = self._match(tokens, len(tokens))
-        return match.n if match else 0
 
     def checkpoint(self, seq: int, session: str | None = None) -> None:
         """Retain where a sequence stands now, if it could not be come back to later."""
@@ -239,13 +218,10 @@ class Pool:
         evictable = [group for group in groups if group <= self._retained.keys()]
         if not evictable:
             return False
-        for seq in min(evictable, key=lambda g: (max(map(self._wanted, g)), len(g))):
+        order = {seq: (rank, age) for age, (seq, rank) in enumerate(self._retained.items())}
+        for seq in min(evictable, key=lambda g: (max(order[seq] for seq in g), len(g))):
             self._evict(seq)
         return True
-
-    def can_free(self, n_tokens: int, running: Iterable[int]) -> bool:
-        """Whether evicting alone makes that much room beside the `running` sequences."""
-        return self.n_ctx - self.held_by(running) >= n_tokens
 
     def evict_all(self) -> bool:
         """Let every retained prefix go; false if there is none."""
@@ -290,21 +266,14 @@ class Pool:
             return not self._tree.is_inside_another(seq)
         return not self._tree.has_twin(seq)
 
-    def _least_wanted(self, seqs: Iterable[int]) -> int:
-        return min(seqs, key=self._wanted)
-
-    def _wanted(self, seq: int) -> tuple[_Rank, int]:
-        """How much a retained prefix is wanted: by rank, then the more the later it was used."""
-        retained = self._retained[seq]
-        return retained.rank, retained.last_used
+    def _copy(self, match: Match, seq: int) -> None:
+        self._tree.copy(match.seq, seq, match.n)
+        self._ops.append(Copy(match.seq, seq, match.n))
 
     def _retain(self, seq: int, rank: _Rank) -> None:
-        self._retained[seq] = _Retained(0, rank)
-        self._touch(seq)
-
-    def _touch(self, seq: int) -> None:
-        self._clock += 1
-        self._retained[seq].last_used = self._clock
+        """Keep a sequence, used just now."""
+        self._retained.pop(seq, None)
+        self._retained[seq] = rank
 
     def _evict(self, seq: int) -> None:
         self._save(seq)

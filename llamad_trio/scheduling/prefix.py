@@ -32,10 +32,10 @@ def common_length(a: Sequence[int], b: Sequence[int], limit: int) -> int:
 
 @attrs.frozen
 class Match:
-    """The first `n` tokens of sequence `seq` are what was looked for."""
+    """The first `n` tokens of sequence `seq` are what was looked for; by default, none of any."""
 
-    seq: int
-    n: int
+    seq: int = -1
+    n: int = 0
 
 
 @attrs.define(eq=False)
@@ -112,7 +112,7 @@ class PrefixTree:
                     covered[id(node)] = max(part, covered.get(id(node), 0))
         return sum(covered.values())
 
-    def match(self, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match | None:
+    def match(self, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match:
         """The longest prefix of `tokens`, at most `limit`, that a sequence holds.
 
         Args:
@@ -137,7 +137,7 @@ class PrefixTree:
                 if child.start + shared > best and (not whole or (complete and child.seqs)):
                     best_node, best = child, child.start + shared
         if best == 0:
-            return None
+            return Match()
         return Match(next(iter(best_node.seqs)) if whole else best_node.any_seq(), best)
 
     # -- changes ----------------------------------------------------------------------------

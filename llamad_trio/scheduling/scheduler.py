@@ -201,7 +201,7 @@ class Scheduler:
             },
             queued=len(self._runs) - len(running),
             kv_used_tokens=used,
-            kv_retained_tokens=self._pool.in_use - used,
+            kv_retained_tokens=self.n_ctx - self._pool.free_cells - used,
             kv_free_tokens=self._pool.free_cells,
             requests={},
             n_threads=n_threads,
@@ -349,10 +349,8 @@ class Scheduler:
                 held.append((r.seq, resident))
             else:
                 match = self._find(r)
-                if match:
-                    held.append((match.seq, match.n))
-                n = match.n if match else 0
-                resident = max(n, self._worth_waiting(r, n, older))
+                held.append((match.seq, match.n))
+                resident = max(match.n, self._worth_waiting(r, match.n, older))
             to_come += len(r.tokens) - resident
             older.append(r)
         wanted = self._pool.cells(held) + to_come
@@ -374,38 +372,38 @@ class Scheduler:
             return 0
         return common_length(run.tokens, other.tokens, run.n_reusable)
 
-    def _find(self, run: Run) -> Match | None:
+    def _find(self, run: Run) -> Match:
         return self._pool.find(run.tokens, run.n_reusable)
 
     def _begin(self, run: Run) -> bool:
         """Take over what is computed already; false while somebody is computing more of it."""
         match = self._find(run)
-        n = match.n if match else 0
         older = (other for other in self._running if other.arrival < run.arrival)
-        if self._worth_waiting(run, n, older):
+        if self._worth_waiting(run, match.n, older):
             return False  # they hold less of that, or it would have been found
         shelved = self.shelf.match(run.tokens, run.n_reusable)
-        if shelved and shelved.n >= n + MIN_SHARED_TOKENS and self._has_room_for(shelved):
+        n_cached = match.n
+        if shelved.n >= n_cached + MIN_SHARED_TOKENS and self._has_room_for(shelved):
             snapshot = self.shelf.snapshot(shelved.seq)
             if snapshot is None:
                 self._wanted.add(shelved.seq)
                 return False  # until it has been read
             self._make_room(run, len(snapshot.tokens))
             self._pool.load(snapshot, shelved.n, run.seq)
-            n = shelved.n
-        elif match:
+            n_cached = shelved.n
+        elif n_cached:
             self._pool.share(match, run.seq)
         run.begun = True
         if run.n_generated == 0:
-            run.cached_tokens = n
-            self._totals.cached_tokens += n
+            run.cached_tokens = n_cached
+            self._totals.cached_tokens += n_cached
         return True
 
     def _has_room_for(self, shelved: Match) -> bool:
         """Whether all of a shelf's entry fits for a moment, if retained prefixes go."""
         length = self.shelf.length(shelved.seq)
         growth = sum(self._growth.values())
-        return self._pool.can_free(length + growth, (r.seq for r in self._running))
+        return self._pool.held_by(r.seq for r in self._running) + growth + length <= self.n_ctx
 
     def _make_room(self, run: Run, n_tokens: int) -> int:
         """Free cells until `run` can grow by `n_tokens`; return how many it can grow by."""

@@ -32,7 +32,6 @@ class _Entry:
     tokens: tuple[int, ...]
     snapshot: Snapshot | None  # None: on disk only
     on_disk: bool
-    last_used: int
 
 
 class Shelf:
@@ -50,26 +49,23 @@ class Shelf:
         self._max_bytes = max_bytes
         self._is_off = max_bytes == 0 and not has_disk
         self._any_prefix = any_prefix
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # the least recently used first
         self._index = PrefixTree()
         self._leaving: list[Snapshot] = []
         self._keys = count()
-        self._clock = 0
 
     @property
     def n_bytes(self) -> int:
         """RAM in use."""
         return sum(e.snapshot.n_bytes for e in self._entries.values() if e.snapshot)
 
-    def match(self, tokens: Sequence[int], limit: int | None = None) -> Match | None:
-        """The entry that holds most of the first `limit` tokens; by default of all but the last."""
-        limit = len(tokens) - 1 if limit is None else limit
+    def match(self, tokens: Sequence[int], limit: int) -> Match:
+        """The entry (as `seq`) that holds most of the first `limit` tokens."""
         return self._index.match(tokens, limit, whole=not self._any_prefix)
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether a snapshot of `tokens` can be kept somewhere, and would give anything new."""
-        match = self.match(tokens, len(tokens))
-        return not self._is_off and (match is None or match.n < len(tokens))
+        return not self._is_off and self.match(tokens, len(tokens)).n < len(tokens)
 
     def length(self, key: int) -> int:
         """Tokens an entry holds."""
@@ -99,9 +95,7 @@ class Shelf:
 
     def add_stored(self, tokens: Sequence[int]) -> int:
         """Know of a snapshot on disk; return its key."""
-        key = self._add(tuple(tokens), None)
-        self._entries[key].on_disk = True
-        return key
+        return self._add(tuple(tokens), None)
 
     def take_all(self) -> list[Snapshot]:
         """Everything that is not on disk, to be stored: what is in RAM, and what has left it."""
@@ -127,9 +121,8 @@ class Shelf:
 
     def _add(self, tokens: tuple[int, ...], snapshot: Snapshot | None) -> int:
         key = next(self._keys)
-        self._entries[key] = _Entry(tokens, snapshot, snapshot is None, 0)
+        self._entries[key] = _Entry(tokens, snapshot, on_disk=snapshot is None)
         self._index.extend(key, tokens)
-        self._touch(key)
         return key
 
     def _remove(self, key: int) -> None:
@@ -137,8 +130,7 @@ class Shelf:
         self._index.drop(key)
 
     def _touch(self, key: int) -> None:
-        self._clock += 1
-        self._entries[key].last_used = self._clock
+        self._entries[key] = self._entries.pop(key)
 
     def _drop_what_it_covers(self, snapshot: Snapshot) -> None:
         if not self._any_prefix:
@@ -151,16 +143,11 @@ class Shelf:
     def _shrink(self, beside: int = 0) -> None:
         """Let the least recently used leave RAM until the rest fits `beside` some more bytes."""
         limit = max(0, self._max_bytes - beside)
-        in_ram = sorted(
-            (key for key, e in self._entries.items() if e.snapshot),
-            key=lambda key: self._entries[key].last_used,
-        )
-        for key in in_ram:
+        in_ram = [(key, e, e.snapshot) for key, e in self._entries.items() if e.snapshot]
+        for key, entry, snapshot in in_ram:
             if self.n_bytes <= limit:
                 break
-            entry = self._entries[key]
-            assert entry.snapshot is not None
-            if not entry.on_disk:
-                self._leaving.append(entry.snapshot)
-                self._remove(key)
             entry.snapshot = None
+            if not entry.on_disk:
+                self._leaving.append(snapshot)
+                self._remove(key)

@@ -93,8 +93,9 @@ def all_files_in(folder: Path) -> list[Path]:
 
 def knows(engine: Engine, asked: Request) -> bool:
     """Whether RAM or disk hold what the request begins with."""
-    found = engine._desk.decode.scheduler.shelf.match(asked.prompt)  # type: ignore[arg-type]
-    return found is not None and found.n == N_PREFIX
+    tokens = asked.prompt
+    assert isinstance(tokens, tuple)
+    return engine._desk.decode.scheduler.shelf.match(tokens, len(tokens) - 1).n == N_PREFIX
 
 
 def warnings(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:

@@ -376,9 +376,8 @@ class CheckedScheduler:
     @property
     def retained(self) -> list[list[int]]:
         """What is retained, the least recently used first."""
-        books = self.pool._retained
         contents = self.contents()
-        return [contents[seq] for seq in sorted(books, key=lambda seq: books[seq].last_used)]
+        return [contents[seq] for seq in self.pool._retained]
 
     def finished(self, request_id: int) -> Finished:
         """The outcome of a request that is complete."""

@@ -34,6 +34,15 @@ def retained(pool: Pool, *tokens: int, session: str | None = None) -> int:
     return seq
 
 
+def find(pool: Pool, *tokens: int) -> Match:
+    """What the pool has of a prompt, the last token of which must be computed."""
+    return pool.find(tokens, len(tokens) - 1)
+
+
+def n_used(pool: Pool) -> int:
+    return pool.n_ctx - pool.free_cells
+
+
 def test_every_sequence_can_be_had_once() -> None:
     pool = pool_of(4)
     assert sorted(pool.open() for _ in range(4)) == [0, 1, 2, 3]
@@ -44,7 +53,7 @@ def test_operations_come_in_order_and_once() -> None:
     pool = pool_of()
     first = retained(pool, 1, 2, 3)
     second = pool.open()
-    match = pool.find([1, 2, 3, 4])
+    match = find(pool, 1, 2, 3, 4)
     assert match == Match(first, 3)
     pool.share(match, second)
     pool.close(second, keep=False)
@@ -60,8 +69,8 @@ def test_a_prefix_that_goes_on_elsewhere_is_given_up_only_when_all_of_it_is_take
     pool.share(Match(first, 2), second)
     pool.extend(second, [7])
     assert pool.take_ops() == (Copy(first, second, 2),)
-    assert pool.in_use == 4
-    assert pool.find([1, 2, 3, 4]) == Match(first, 3)
+    assert n_used(pool) == 4
+    assert find(pool, 1, 2, 3, 4) == Match(first, 3)
 
 
 def test_a_sequence_that_somebody_runs_on_is_never_given_up() -> None:
@@ -82,7 +91,7 @@ def test_what_is_inside_another_sequence_is_not_retained() -> None:
     pool.extend(second, [4])
     pool.close(first)
     assert pool.take_ops()[-1] == Drop(first)
-    assert pool.find([1, 2, 3, 9]) == Match(second, 3)
+    assert find(pool, 1, 2, 3, 9) == Match(second, 3)
     assert not pool.evict()
 
 
@@ -98,24 +107,24 @@ def test_a_sequence_that_holds_nothing_is_not_retained() -> None:
 def test_the_last_token_is_never_found(reuse: Reuse) -> None:
     pool = pool_of(reuse=reuse)
     seq = computed(pool, 1, 2, 3)
-    expected = {Reuse.NOTHING: None, Reuse.WHOLE: None, Reuse.PREFIX: Match(seq, 2)}
-    assert pool.find([1, 2, 3]) == expected[reuse]
-    assert pool.find([1]) is None
+    expected = {Reuse.NOTHING: Match(), Reuse.WHOLE: Match(), Reuse.PREFIX: Match(seq, 2)}
+    assert find(pool, 1, 2, 3) == expected[reuse]
+    assert find(pool, 1) == Match()
 
 
 def test_where_a_sequence_cannot_be_cut_only_its_end_is_found() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
     seq = retained(pool, 1, 2, 3)
-    assert pool.find([1, 2, 4, 5]) is None
-    assert pool.find([1, 2, 3, 4]) == Match(seq, 3)
+    assert find(pool, 1, 2, 4, 5) == Match()
+    assert find(pool, 1, 2, 3, 4) == Match(seq, 3)
 
 
 def test_without_reuse_nothing_is_found_and_nothing_retained() -> None:
     pool = pool_of(reuse=Reuse.NOTHING)
     seq = computed(pool, 1, 2, 3)
-    assert pool.find([1, 2, 3, 4]) is None
+    assert find(pool, 1, 2, 3, 4) == Match()
     pool.close(seq)
-    assert pool.in_use == 0
+    assert n_used(pool) == 0
     assert pool.take_ops() == (Drop(seq),)
 
 
@@ -125,7 +134,7 @@ def test_without_reuse_nothing_is_found_and_nothing_retained() -> None:
 def test_the_least_recently_used_goes_first() -> None:
     pool = pool_of()
     seqs = [retained(pool, i, i) for i in (1, 2, 3)]
-    assert pool.find([1, 1, 9]) == Match(seqs[0], 2)
+    assert find(pool, 1, 1, 9) == Match(seqs[0], 2)
     assert [pool.evict() for _ in range(4)] == [True, True, True, False]
     assert pool.take_ops() == (Drop(seqs[1]), Drop(seqs[2]), Drop(seqs[0]))
 
@@ -133,7 +142,7 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_what_was_looked_for_in_vain_is_not_touched() -> None:
     pool = pool_of()
     seqs = [retained(pool, i, i) for i in (1, 2)]
-    assert pool.find([3, 1, 1]) is None
+    assert find(pool, 3, 1, 1) == Match()
     pool.evict()
     assert pool.take_ops() == (Drop(seqs[0]),)
 
@@ -160,7 +169,7 @@ def test_what_frees_no_cell_is_not_evicted() -> None:
     assert not pool.evict(), "the checkpoint lies inside of what runs"
     pool.close(running, keep=False)
     assert pool.evict(), "now it does not"
-    assert pool.in_use == 0
+    assert n_used(pool) == 0
 
 
 def test_everything_retained_can_be_let_go_at_once() -> None:
@@ -170,7 +179,7 @@ def test_everything_retained_can_be_let_go_at_once() -> None:
     retained(pool, 2, 2)
     assert pool.evict_all()
     assert not pool.evict_all()
-    assert pool.in_use == pool.length(running) == len(LONG)
+    assert n_used(pool) == pool.length(running) == len(LONG)
 
 
 def test_a_sequence_is_always_to_be_had_while_one_is_retained() -> None:
@@ -178,7 +187,7 @@ def test_a_sequence_is_always_to_be_had_while_one_is_retained() -> None:
     old, new = retained(pool, 1, 1), retained(pool, 2, 2)
     assert pool.open() == old
     assert pool.open() == new
-    assert pool.in_use == 0
+    assert n_used(pool) == 0
 
 
 # -- what somebody holds on to --------------------------------------------------------------
@@ -212,9 +221,9 @@ def test_what_several_hold_on_to_can_still_give_way(reuse: Reuse) -> None:
     retained(pool, 1, 2, 3)
     assert pool.hold_resident("a", [1, 2, 3])
     assert pool.hold_resident("b", [1, 2, 3])
-    assert pool.in_use == 3
+    assert n_used(pool) == 3
     assert pool.evict()
-    assert pool.in_use == 0
+    assert n_used(pool) == 0
     assert sorted(pool.open() for _ in range(4)) == [0, 1, 2, 3]
 
 
@@ -226,7 +235,7 @@ def test_what_is_held_is_not_given_up_when_somebody_goes_on_from_it() -> None:
     pool.share(Match(held, 2), seq)
     pool.extend(seq, [3])
     pool.close(seq, keep=False)
-    assert pool.find([1, 2, 4]) == Match(held, 2)
+    assert find(pool, 1, 2, 4) == Match(held, 2)
 
 
 def test_what_is_not_all_resident_cannot_be_held() -> None:
@@ -260,14 +269,13 @@ def test_a_checkpoint_stays_where_it_was_made() -> None:
     seq = computed(pool, *LONG)
     pool.checkpoint(seq)
     pool.extend(seq, [1, 2])
-    found = pool.find([*LONG, 9])
-    assert found is not None
+    found = find(pool, *LONG, 9)
     assert (found.seq != seq, found.n) == (True, len(LONG))
     assert pool.take_ops() == (Copy(seq, found.seq, len(LONG)),)
     branch = pool.open()
     pool.share(found, branch)
     pool.extend(branch, [3])
-    assert pool.find([*LONG, 9]) == found, "it is not used up"
+    assert find(pool, *LONG, 9) == found, "it is not used up"
 
 
 @pytest.mark.parametrize("reuse", [Reuse.NOTHING, Reuse.PREFIX])
@@ -318,7 +326,7 @@ def test_what_is_lost_is_not_dropped_again() -> None:
     pool = pool_of()
     seq = computed(pool, 1, 2, 3)
     pool.lose(seq)
-    assert (pool.in_use, pool.length(seq)) == (0, 0)
+    assert (n_used(pool), pool.length(seq)) == (0, 0)
     pool.close(seq)
     assert pool.take_ops() == ()
 
@@ -337,7 +345,7 @@ def test_what_was_to_be_copied_from_a_lost_sequence_is_lost_with_it() -> None:
     seq = computed(pool, 1, 2, 3)
     assert pool.hold_resident("holder", [1, 2])
     pool.lose(seq)
-    assert pool.in_use == 0
+    assert n_used(pool) == 0
     assert pool.take_ops() == ()
     assert not pool.evict_all()
 
@@ -349,12 +357,12 @@ def test_a_sequence_that_could_not_be_copied_is_trusted_again_with_new_tokens() 
     pool.share(Match(bad, 2), copy)
     pool.lose(copy)
     pool.close(copy)
-    assert pool.find([1, 2, 9]) is None, "it would fail again"
-    assert pool.find([1, 2, 3, 9]) == Match(bad, 3), "more of it may do"
+    assert find(pool, 1, 2, 9) == Match(), "it would fail again"
+    assert find(pool, 1, 2, 3, 9) == Match(bad, 3), "more of it may do"
     pool.evict()
     new = computed(pool, 1, 2, 3)
     assert new == bad
-    assert pool.find([1, 2, 9]) == Match(new, 2)
+    assert find(pool, 1, 2, 9) == Match(new, 2)
 
 
 def test_cells_held_by_some_count_shared_ones_once() -> None:
@@ -364,6 +372,6 @@ def test_cells_held_by_some_count_shared_ones_once() -> None:
     pool.share(Match(first, 2), second)
     pool.extend(second, [7, 8])
     assert pool.held_by([first]) == 3
-    assert pool.held_by([first, second]) == pool.in_use == 5
+    assert pool.held_by([first, second]) == n_used(pool) == 5
     assert pool.cells([(first, 3), (second, 2)]) == 3
     assert pool.free_cells == 95

@@ -14,7 +14,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from llamad_trio.scheduling.prefix import PrefixTree, common_length
+from llamad_trio.scheduling.prefix import Match, PrefixTree, common_length
+from tests.scheduling.oracles import longest_prefix
 
 SEQS = st.integers(0, 5)
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -50,14 +51,10 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, whole=st.booleans(), limit=st.integers(0, 7))
     def match(self, tokens: list[int], whole: bool, limit: int) -> None:
-        lengths = {0: -1}
-        for seq, held in self.held.items():
-            n = common_length([token for _, token in held], tokens, limit)
-            if not whole or n == len(held):
-                lengths[n] = seq
+        contents = [[token for _, token in held] for held in self.held.values()]
         found = self.tree.match(tokens, limit, whole=whole)
-        assert (found.n if found else 0) == max(lengths)
-        if found:
+        assert found.n == longest_prefix(contents, tokens[:limit], whole=whole)
+        if found.n:
             held = self.held[found.seq]
             assert [token for _, token in held[: found.n]] == tokens[: found.n]
             assert not whole or len(held) == found.n
@@ -112,4 +109,4 @@ def test_common_length_is_where_they_part(a: list[int], b: list[int], limit: int
 def test_an_unknown_sequence_holds_nothing() -> None:
     tree = PrefixTree()
     assert tree.length(3) == 0
-    assert tree.match([1, 2], 2) is None
+    assert tree.match([1, 2], 2) == Match()

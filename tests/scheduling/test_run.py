@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.run import Event, Finished, Piece, Run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -9,6 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamad_trio.scheduling.prefix import Match
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
 from tests.scheduling.oracles import longest_prefix, n_common
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 ANY_PREFIX = pytest.mark.parametrize("any_prefix", [True, False])
@@ -35,6 +40,11 @@ def add_read(shelf: Shelf, key: int, found: Snapshot | None) -> list[Snapshot]:
     return shelf.take_leaving()
 
 
+def find(shelf: Shelf, tokens: Sequence[int]) -> Match:
+    """What the shelf has of a prompt, the last token of which must be computed."""
+    return shelf.match(tokens, len(tokens) - 1)
+
+
 def test_a_snapshot_takes_its_state_and_four_bytes_a_token() -> None:
     assert Snapshot((1, 2, 3), b"12345").n_bytes == 17
 
@@ -43,8 +53,7 @@ def test_a_snapshot_takes_its_state_and_four_bytes_a_token() -> None:
 def test_what_was_put_is_found_and_is_what_was_put(any_prefix: bool) -> None:
     shelf, kept = shelf_of(any_prefix=any_prefix), snapshot(1, 2, 3)
     assert put(shelf, kept) == []
-    match = shelf.match([1, 2, 3, 4])
-    assert match is not None
+    match = find(shelf, [1, 2, 3, 4])
     assert (match.n, shelf.length(match.seq)) == (3, 3)
     assert shelf.snapshot(match.seq) is kept
     assert put(shelf, snapshot(1, 2, 3)) == []
@@ -56,12 +65,11 @@ def test_the_least_recently_used_leave_until_the_rest_fits() -> None:
     first, second, third = snapshot(1), snapshot(2), snapshot(3)
     for each in (first, second, third):
         assert put(shelf, each) == []
-    match = shelf.match([1, 9])
-    assert match is not None
+    match = find(shelf, [1, 9])
     assert shelf.snapshot(match.seq) is first  # used now
     assert put(shelf, snapshot(4, n_bytes=200)) == [second, third]
-    assert shelf.match([2, 9]) is None
-    assert shelf.match([1, 9]) is not None
+    assert find(shelf, [2, 9]) == Match()
+    assert find(shelf, [1, 9]).n == 1
     assert shelf.n_bytes == 300
 
 
@@ -70,7 +78,7 @@ def test_only_a_look_does_not_count_as_use() -> None:
     first, second = snapshot(1), snapshot(2)
     shelf.put(first)
     shelf.put(second)
-    assert shelf.match([1, 9]) is not None
+    assert find(shelf, [1, 9]).n == 1
     assert not shelf.wants([1])
     assert put(shelf, snapshot(3)) == [first]
 
@@ -80,7 +88,7 @@ def test_what_is_larger_than_the_shelf_leaves_at_once(n_bytes: int) -> None:
     shelf, huge = shelf_of(n_bytes), snapshot(9, n_bytes=n_bytes + 4)
     assert put(shelf, huge) == [huge]
     assert (shelf.n_bytes, shelf.take_all()) == (0, [])
-    assert shelf.match([9, 1]) is None
+    assert find(shelf, [9, 1]) == Match()
     assert shelf.wants([9])
 
 
@@ -122,8 +130,8 @@ def test_what_a_longer_one_gives_as_well_makes_way_for_it() -> None:
 def test_the_last_token_is_never_found(any_prefix: bool) -> None:
     shelf = shelf_of(any_prefix=any_prefix)
     shelf.put(snapshot(1, 2, 3))
-    match = shelf.match([1, 2, 3])
-    assert (match.n if match else 0) == (2 if any_prefix else 0)
+    match = find(shelf, [1, 2, 3])
+    assert match.n == (2 if any_prefix else 0)
 
 
 # -- on disk --------------------------------------------------------------------------------
@@ -132,7 +140,7 @@ def test_the_last_token_is_never_found(any_prefix: bool) -> None:
 def test_what_is_on_disk_is_known_and_takes_no_ram() -> None:
     shelf = shelf_of()
     key = shelf.add_stored([1, 2, 3])
-    assert shelf.match([1, 2, 3, 4]) == Match(key, 3)
+    assert find(shelf, [1, 2, 3, 4]) == Match(key, 3)
     assert shelf.length(key) == 3
     assert shelf.snapshot(key) is None
     assert not shelf.wants([1, 2, 3])
@@ -160,7 +168,7 @@ def test_what_was_read_stays_known_when_it_leaves_ram(next_: str) -> None:
         assert add_read(shelf, other, snapshot(7)) == []
         assert shelf.n_bytes == 100
     assert shelf.snapshot(key) is None
-    assert shelf.match([1, 2, 3, 4]) == Match(key, 3)
+    assert find(shelf, [1, 2, 3, 4]) == Match(key, 3)
 
 
 def test_what_was_read_stays_while_there_is_room() -> None:
@@ -175,7 +183,7 @@ def test_what_a_read_drives_out_is_given_on_unless_it_is_on_disk() -> None:
     shelf.put(kept)
     key = shelf.add_stored([2])
     assert add_read(shelf, key, snapshot(2)) == [kept]
-    assert shelf.match([1, 9]) is None
+    assert find(shelf, [1, 9]) == Match()
 
 
 @pytest.mark.parametrize("found", [None, snapshot(1, 2, 4)], ids=["gone", "another one"])
@@ -184,7 +192,7 @@ def test_a_file_that_is_not_what_was_stored_is_forgotten(found: Snapshot | None)
     key = shelf.add_stored([1, 2, 3])
     for _ in range(2):  # the second time it is known no more
         assert add_read(shelf, key, found) == []
-        assert shelf.match([1, 2, 3, 4]) is None
+        assert find(shelf, [1, 2, 3, 4]) == Match()
     assert add_read(shelf, key, snapshot(1, 2, 3)) == []
     assert shelf.n_bytes == 0
 
@@ -194,7 +202,7 @@ def test_a_longer_one_in_ram_leaves_the_shorter_one_on_disk_known() -> None:
     key, longer = shelf.add_stored([1, 2]), snapshot(1, 2, 3)
     shelf.put(longer)
     assert put(shelf, snapshot(7)) == [longer]
-    assert shelf.match([1, 2, 3, 4]) == Match(key, 2)
+    assert find(shelf, [1, 2, 3, 4]) == Match(key, 2)
 
 
 # -- against a brute-force search -----------------------------------------------------------
@@ -206,9 +214,9 @@ def test_the_longest_prefix_is_found(
 ) -> None:
     shelf = shelf_of(10_000, any_prefix=any_prefix)
     keys = {shelf.add_stored(tokens): tokens for tokens in held}
-    match = shelf.match(wanted)
-    assert (match.n if match else 0) == longest_prefix(held, wanted[:-1], whole=not any_prefix)
-    if match:
+    match = find(shelf, wanted)
+    assert match.n == longest_prefix(held, wanted[:-1], whole=not any_prefix)
+    if match.n:
         assert n_common(keys[match.seq], wanted) >= match.n
         assert any_prefix or len(keys[match.seq]) == match.n
     longest = longest_prefix(held, wanted, whole=not any_prefix)
@@ -269,10 +277,10 @@ class ShelfMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS)
     def match(self, tokens: tuple[int, ...]) -> None:
         held = [s.tokens for s in self.in_ram] + list(self.on_disk.values())
-        match = self.shelf.match(tokens)
+        match = find(self.shelf, tokens)
         expected = longest_prefix(held, tokens[:-1], whole=not self.any_prefix)
-        assert (match.n if match else 0) == expected
-        if match and match.seq not in self.on_disk:
+        assert match.n == expected
+        if match.n and match.seq not in self.on_disk:
             found = self.shelf.snapshot(match.seq)
             assert found in self.in_ram
 
