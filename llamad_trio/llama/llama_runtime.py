@@ -22,12 +22,12 @@ from llamad_trio.llama.context import Context
 from llamad_trio.llama.model import Model
 from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
 from llamad_trio.llama.vocabulary import LlamaVocabulary
-from llamad_trio.scheduling.identity import Manifest
+from llamad_trio.scheduling.identity import KVIdentity
 from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
-    Load,
     MemoryOp,
+    Restore,
     Sampled,
     Save,
     StepPlan,
@@ -116,7 +116,7 @@ class LlamaRuntime:
     def identify(self, model_sha256: str) -> None:
         """Complete the facts with the identity, which needs the digest of the whole file."""
         model, config = self.model, self.config
-        manifest = Manifest(
+        identity = KVIdentity(
             model_sha256=model_sha256,
             llama_build=f"{lib.llama_version().decode()} ({llama_cpp.__version__})",
             template_sha256=_sha256(model.chat_template),
@@ -131,7 +131,7 @@ class LlamaRuntime:
             ),
             adds_bos=model.adds_bos,
         )
-        self.facts = attrs.evolve(self.facts, identity=manifest.digest)
+        self.facts = attrs.evolve(self.facts, identity=identity.digest)
 
     # -- vocabulary: from any thread --------------------------------------------------------
 
@@ -250,7 +250,7 @@ class LlamaRuntime:
                 case Save(seq=seq, key=key):
                     if state := self._context.save(seq):
                         saved[key] = state
-                case Load(seq=seq, state=state, length=length, n=n):
+                case Restore(seq=seq, state=state, length=length, n=n):
                     if not self._context.load(seq, state, length, n):
                         lost.add(seq)
         return frozenset(lost), saved

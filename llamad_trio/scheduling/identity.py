@@ -9,7 +9,7 @@ import attrs
 
 
 @attrs.frozen(kw_only=True)
-class Manifest:
+class KVIdentity:
     """Everything that decides what the cells of a KV cache mean.
 
     Two engines may exchange KV only when all of this is the same.

@@ -77,7 +77,7 @@ class Save:
 
 
 @attrs.frozen(eq=False)
-class Load:
+class Restore:
     """Give `seq`, which is empty, a state of `length` tokens; keep the first `n` of them."""
 
     seq: int
@@ -86,7 +86,7 @@ class Load:
     n: int
 
 
-MemoryOp = Drop | Copy | Save | Load
+MemoryOp = Drop | Copy | Save | Restore
 
 
 @attrs.frozen

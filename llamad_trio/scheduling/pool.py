@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, IntEnum, auto
 from itertools import count
 
-from llamad_trio.scheduling.plan import Copy, Drop, Load, MemoryOp, Save, StepPlan
+from llamad_trio.scheduling.plan import Copy, Drop, MemoryOp, Restore, Save, StepPlan
 from llamad_trio.scheduling.prefix import Match, PrefixTree
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
 
@@ -238,10 +238,10 @@ class Pool:
 
     # -- the shelf ----------------------------------------------------------------------
 
-    def load(self, snapshot: Snapshot, n: int, seq: int) -> None:
+    def restore(self, snapshot: Snapshot, n: int, seq: int) -> None:
         """Let `seq`, which holds nothing, go on from the first `n` tokens of a snapshot."""
         self._tree.extend(seq, snapshot.tokens[:n])
-        self._ops.append(Load(seq, snapshot.state, len(snapshot.tokens), n))
+        self._ops.append(Restore(seq, snapshot.state, len(snapshot.tokens), n))
 
     def save_all(self) -> None:
         """Write out every retained prefix, as far as the shelf has no such."""

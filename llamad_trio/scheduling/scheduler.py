@@ -389,7 +389,7 @@ class Scheduler:
                 self._wanted.add(shelved.seq)
                 return False  # until it has been read
             self._make_room(run, len(snapshot.tokens))
-            self._pool.load(snapshot, shelved.n, run.seq)
+            self._pool.restore(snapshot, shelved.n, run.seq)
             n_cached = shelved.n
         elif n_cached:
             self._pool.share(match, run.seq)

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 from collections.abc import Sequence
-from sys import byteorder
 
 import attrs
 
@@ -97,18 +95,12 @@ def decode(data: bytes, *, manifest: str) -> Snapshot:
 
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """Token ids from their bytes."""
-    numbers = array("i", data)
-    if byteorder == "big":
-        numbers.byteswap()
-    return tuple(numbers)
+    return struct.unpack(f"<{len(data) // 4}i", data)
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes: little-endian, 32 bits each."""
-    numbers = array("i", tokens)
-    if byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
 def _checksum(*parts: bytes) -> bytes:

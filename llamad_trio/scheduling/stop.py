@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class _Sequence:
-    """One stop sequence and how much of it the text's end matches (Knuth-Morris-Pratt)."""
+class _Candidate:
+    """A stop sequence, and how much of it the text's end matches (Knuth-Morris-Pratt)."""
 
     __slots__ = ("fallback", "matched", "text")
 
@@ -42,12 +42,12 @@ class StopMatcher:
         stops: the stop sequences; empty ones are ignored.
     """
 
-    __slots__ = ("_sequences", "_withheld", "matched")
+    __slots__ = ("_candidates", "_withheld", "matched")
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         # Longest first, so that the first to complete at a character is the longest.
         unique = sorted({s for s in stops if s}, key=len, reverse=True)
-        self._sequences = [_Sequence(s) for s in unique]
+        self._candidates = [_Candidate(s) for s in unique]
         self._withheld = ""
         self.matched: str | None = None
 
@@ -55,17 +55,17 @@ class StopMatcher:
         """Take more text; return what can be shown.  After a match, always `""`."""
         if self.matched is not None:
             return ""
-        if not self._sequences:
+        if not self._candidates:
             return text
         buffer = self._withheld + text
         for end, char in enumerate(text, len(self._withheld) + 1):
             # Every sequence must see every character: no short circuit.
-            complete = [s for s in self._sequences if s.feed(char)]
+            complete = [s for s in self._candidates if s.feed(char)]
             if complete:
                 self.matched = complete[0].text
                 self._withheld = ""
                 return buffer[: end - len(self.matched)]
-        keep = max(s.matched for s in self._sequences)
+        keep = max(s.matched for s in self._candidates)
         shown = len(buffer) - keep
         self._withheld = buffer[shown:]
         return buffer[:shown]

@@ -8,9 +8,9 @@ from itertools import combinations
 
 import attrs
 
-from llamad_trio.scheduling.identity import Manifest
+from llamad_trio.scheduling.identity import KVIdentity
 
-BASE = Manifest(
+BASE = KVIdentity(
     model_sha256="a" * 64,
     llama_build="1",
     template_sha256="",
@@ -35,18 +35,18 @@ def test_every_field_counts() -> None:
     changed = {
         field.name
         for other in others
-        for field in attrs.fields(Manifest)
+        for field in attrs.fields(KVIdentity)
         if getattr(other, field.name) != getattr(BASE, field.name)
     }
-    assert changed == {field.name for field in attrs.fields(Manifest)}
+    assert changed == {field.name for field in attrs.fields(KVIdentity)}
     for one, other in combinations([BASE, *others], 2):
         assert one.digest != other.digest
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     code = (
-        "from llamad_trio.scheduling.identity import Manifest\n"
-        "print(Manifest(model_sha256='a' * 64, llama_build='1', template_sha256='',"
+        "from llamad_trio.scheduling.identity import KVIdentity\n"
+        "print(KVIdentity(model_sha256='a' * 64, llama_build='1', template_sha256='',"
         "context=(('type_k', 'f16'),), adds_bos=True).digest)"
     )
     for seed in ("0", "1"):
