@@ -164,10 +164,10 @@ class DecodeActor:
             # Closed meanwhile, with the result already on its way: the books are closed, too.
             await trio.lowlevel.checkpoint_if_cancelled()
             self._report_step(plan, result, n_running)
-            threads = self.scheduler.threads_in_force
+            threads = self.scheduler.threads.in_force
             self._deliver(self.scheduler.apply(result))
-            if threads != self.scheduler.threads_in_force:
-                self._reporter.tell_threads(*self.scheduler.threads_in_force)
+            if threads != self.scheduler.threads.in_force:
+                self._reporter.tell_threads(*self.scheduler.threads.in_force)
 
     def _exchange_with_store(self) -> None:
         if self._store is not None:

@@ -20,8 +20,6 @@ class StepPacer:
         n_batch: most tokens in any step.
     """
 
-    __slots__ = ("_decode_s", "_n_batch", "_target_s", "_token_s")
-
     def __init__(self, *, target_s: float, n_batch: int) -> None:
         self._target_s = target_s
         self._n_batch = n_batch

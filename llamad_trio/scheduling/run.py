@@ -158,8 +158,9 @@ class Run:
             self.ends = "stop"
         return self._show(shown)
 
-    def finish(self, reason: FinishReason) -> list[Event]:
-        """Nothing follows: what was withheld is shown, and the outcome told."""
+    def finish(self) -> list[Event]:
+        """It ends here: what was withheld is shown, and the outcome told."""
+        assert self.ends is not None
         withheld = self._stop.push(self._utf8.decode(b"", final=True)) + self._stop.flush()
         events = self._show(withheld)
         finished = Finished(
@@ -167,7 +168,7 @@ class Run:
             text="".join(self._text),
             prompt_tokens=len(self.prepared.tokens),
             generated_tokens=self.n_generated,
-            finish_reason="stop" if self._stop.matched is not None else reason,
+            finish_reason="stop" if self._stop.matched is not None else self.ends,
             stop_sequence=self._stop.matched,
             cached_tokens=self.cached_tokens,
             logprobs=tuple(self._logprobs),

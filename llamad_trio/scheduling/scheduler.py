@@ -27,14 +27,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
-from llamad_trio.core.completion import FinishReason
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.info import EngineStats
 from llamad_trio.scheduling.pacing import StepPacer
 from llamad_trio.scheduling.plan import (
     Copy,
     Prepared,
-    Sampled,
     StepPlan,
     StepResult,
     StepStatus,
@@ -103,7 +101,7 @@ class Scheduler:
         self._n_slots = n_slots
         self._n_seqs = n_seqs
         self._pacer = StepPacer(target_s=step_target_s, n_batch=n_batch)
-        self._threads = threads
+        self.threads = threads
         self.shelf = Shelf() if shelf is None else shelf
         self._pool = Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=self.shelf)
         self._runs: dict[int, Run] = {}
@@ -124,7 +122,7 @@ class Scheduler:
         assert prepared.id not in self._runs
         assert len(prepared.tokens) >= 1
         assert 0 <= prepared.max_tokens <= self.n_ctx - len(prepared.tokens)
-        assert not prepared.targets or prepared.max_tokens == 0
+        assert prepared.max_tokens == 0 or not (prepared.targets or prepared.holder)
         assert len(prepared.targets) <= len(prepared.tokens)
         self._arrivals += 1
         self._runs[prepared.id] = Run(prepared, self._arrivals)
@@ -180,18 +178,13 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
-    @property
-    def threads_in_force(self) -> tuple[int, int]:
-        """How many threads compute steps that only decode, and those with prompts."""
-        return self._threads.in_force
-
     def stats(self) -> EngineStats:
         """A snapshot of the books: `queued` are those that were submitted, `requests` is empty."""
         running = self._running
         n_paused = sum(run.paused for run in running)
         n_decode = sum(self._decodes(run) for run in running if not run.paused)
         used = self._pool.held_by(run.seq for run in running)
-        n_threads, n_threads_batch = self.threads_in_force
+        n_threads, n_threads_batch = self.threads.in_force
         return EngineStats(
             slots={
                 "free": self._n_slots - len(running),
@@ -270,7 +263,7 @@ class Scheduler:
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
         self._plan = StepPlan(
             work=work,
-            n_threads=self._threads.choose(with_prompt=not all(w.decodes for w in work)),
+            n_threads=self.threads.choose(with_prompt=not all(w.decodes for w in work)),
             memory=self._pool.take_ops(),
             new_samplers=tuple(self._new_samplers(work)),
             old_samplers=tuple(self._old_samplers),
@@ -464,15 +457,11 @@ class Scheduler:
                 continue
             if budget and (run.begun or self._begin(run)):
                 without_rows = max(0, run.n_reusable - self._pool.length(run.seq))
-                n = min(self._n_pending(run), budget)
-                if run.prepared.targets:
-                    n = min(n, without_rows + 1 + spare_rows)
-                n = self._make_room(run, n)
-                if n:
+                wanted = min(self._n_pending(run), budget, without_rows + 1 + spare_rows)
+                if n := self._make_room(run, wanted):
                     self._growth[run.id] = n
                     budget -= n
-                    if run.prepared.targets:
-                        spare_rows -= max(0, n - without_rows - 1)
+                    spare_rows -= max(0, n - without_rows - 1)
 
     def _work(self, run: Run, n_tokens: int) -> Work:
         pos = self._pool.length(run.seq)
@@ -502,7 +491,7 @@ class Scheduler:
         n_prefill = plan.n_tokens - n_decode
         self._pacer.observe(n_decode=n_decode, n_prefill=n_prefill, elapsed_s=elapsed_s)
         n_generated, n_prompt = plan.n_generated, plan.n_tokens - plan.n_generated
-        self._threads.observe(
+        self.threads.observe(
             with_prompt=n_prompt > 0,
             n_rows=plan.n_tokens,
             elapsed_s=result.compute_s,
@@ -525,20 +514,16 @@ class Scheduler:
         if work.targets:
             first = work.pos + len(work.tokens) - len(work.targets)
             run.scores.update(enumerate(result.scores[run.id], first))
+        events: list[Event] = []
         if work.sample:
-            return self._take(run, result.sampled[run.id])
-        is_complete = run.prepared.max_tokens == 0 and self._n_pending(run) == 0
-        return self._finish(run, "length") if is_complete else []
-
-    def _take(self, run: Run, sampled: Sampled) -> list[Event]:
-        if run.n_generated == 0:
-            self._pool.checkpoint(run.seq, run.prepared.session)
-        events = run.take(sampled)
-        return [*events, *self._finish(run, run.ends)] if run.ends else events
-
-    def _finish(self, run: Run, reason: FinishReason) -> list[Event]:
-        events = run.finish(reason)
-        self._end(run)
+            if run.n_generated == 0:
+                self._pool.checkpoint(run.seq, run.prepared.session)
+            events += run.take(result.sampled[run.id])
+        elif run.prepared.max_tokens == 0 and self._n_pending(run) == 0:
+            run.ends = "length"
+        if run.ends:
+            events += run.finish()
+            self._end(run)
         return events
 
     def _fail(self, run: Run, error: LlamadError) -> list[Event]:
@@ -574,13 +559,12 @@ class Scheduler:
     def _end(self, run: Run) -> None:
         if run.state is RunState.RUNNING:
             self._short_of_cells = False
-            session, holder = run.prepared.session, run.prepared.holder
-            is_complete = run.prepared.max_tokens == 0 and self._n_pending(run) == 0
-            if holder is not None and is_complete and not run.cancelled:
-                self._pool.hold(run.seq, holder)
+            request = run.prepared
+            if request.holder is not None and run.ends:
+                self._pool.hold(run.seq, request.holder)
             else:
                 # What was scored is one of many continuations, and nobody's beginning.
-                self._pool.close(run.seq, keep=not run.prepared.targets, session=session)
+                self._pool.close(run.seq, keep=not request.targets, session=request.session)
             self._leave_slot(run)
         run.move(RunState.ENDED)
         del self._runs[run.id]

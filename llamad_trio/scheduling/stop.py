@@ -14,8 +14,6 @@ from collections.abc import Iterable
 class _Candidate:
     """A stop sequence, and how much of it the text's end matches (Knuth-Morris-Pratt)."""
 
-    __slots__ = ("fallback", "matched", "text")
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
@@ -41,8 +39,6 @@ class StopMatcher:
     Args:
         stops: the stop sequences; empty ones are ignored.
     """
-
-    __slots__ = ("_candidates", "_withheld", "matched")
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         # Longest first, so that the first to complete at a character is the longest.

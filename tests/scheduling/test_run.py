@@ -45,7 +45,8 @@ def test_any_bytes_cut_anywhere_give_the_text_of_the_whole_as_soon_as_it_is_cert
         assert shown == text[: stop[0] if stop else len(text) - undecided(text, stops)]
         if stop:
             break
-    events = run.finish("length")
+    run.ends = run.ends or "length"
+    events = run.finish()
     whole = decoded(raw, final=True)
     stop = first_stop(whole, stops)
     finished = events[-1]
