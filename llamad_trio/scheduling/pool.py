@@ -77,13 +77,13 @@ class Pool:
         """Tokens a sequence holds."""
         return self._tree.length(seq)
 
-    def cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
+    def n_cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
         """Cells that the first `n` tokens of each `(seq, n)` hold together."""
-        return self._tree.cells(prefixes)
+        return self._tree.n_cells(prefixes)
 
-    def held_by(self, seqs: Iterable[int]) -> int:
+    def n_held(self, seqs: Iterable[int]) -> int:
         """Cells the sequences hold together; every other one in use is retained."""
-        return self._tree.cells((seq, self._tree.length(seq)) for seq in seqs)
+        return self._tree.n_cells((seq, self._tree.length(seq)) for seq in seqs)
 
     def find(self, tokens: Sequence[int], limit: int) -> Match:
         """The longest prefix to go on from, of `limit` tokens at most."""
@@ -153,7 +153,7 @@ class Pool:
             self.lose(seq)
         self._ops = [*map(Drop, sorted(unsure)), *sure]
 
-    def empty(self, seq: int) -> None:
+    def clear(self, seq: int) -> None:
         """Let a sequence give up all it holds."""
         if self._tree.length(seq):
             self._ops.append(Drop(seq))
@@ -289,7 +289,7 @@ class Pool:
             self._ops.append(Save(seq, key))
 
     def _forget(self, seq: int) -> None:
-        self.empty(seq)
+        self.clear(seq)
         self._retained.pop(seq, None)
         self._held = {holder: held for holder, held in self._held.items() if held != seq}
         self._spoilt.pop(seq, None)

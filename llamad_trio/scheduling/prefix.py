@@ -102,7 +102,7 @@ class PrefixTree:
             stack += node.children
         return found
 
-    def cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
+    def n_cells(self, prefixes: Iterable[tuple[int, int]]) -> int:
         """Cells held by the first `n` tokens of each `(seq, n)` together."""
         covered: dict[int, int] = {}
         for seq, n in prefixes:

@@ -183,7 +183,7 @@ class Scheduler:
         running = self._running
         n_paused = sum(run.paused for run in running)
         n_decode = sum(self._decodes(run) for run in running if not run.paused)
-        used = self._pool.held_by(run.seq for run in running)
+        used = self._pool.n_held(run.seq for run in running)
         n_threads, n_threads_batch = self.threads.in_force
         return EngineStats(
             slots={
@@ -346,7 +346,7 @@ class Scheduler:
                 resident = max(match.n, self._worth_waiting(r, match.n, older))
             to_come += len(r.tokens) - resident
             older.append(r)
-        wanted = self._pool.cells(held) + to_come
+        wanted = self._pool.n_cells(held) + to_come
         return wanted <= self.n_ctx or len(older) == 1
 
     def _worth_waiting(self, run: Run, n: int, older: Iterable[Run]) -> int:
@@ -396,7 +396,7 @@ class Scheduler:
         """Whether all of a shelf's entry fits for a moment, if retained prefixes go."""
         length = self.shelf.length(shelved.seq)
         growth = sum(self._growth.values())
-        return self._pool.held_by(r.seq for r in self._running) + growth + length <= self.n_ctx
+        return self._pool.n_held(r.seq for r in self._running) + growth + length <= self.n_ctx
 
     def _make_room(self, run: Run, n_tokens: int) -> int:
         """Free cells until `run` can grow by `n_tokens`; return how many it can grow by."""
@@ -509,7 +509,7 @@ class Scheduler:
         if run.cancelled:
             return []
         if reason := result.failures.get(run.id):
-            self._pool.empty(run.seq)  # what led to no token is nothing to build on
+            self._pool.clear(run.seq)  # what led to no token is nothing to build on
             return self._fail(run, InferenceError(reason))
         if work.targets:
             first = work.pos + len(work.tokens) - len(work.targets)

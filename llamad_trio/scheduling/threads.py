@@ -148,7 +148,7 @@ class ThreadGovernor:
             # One step in a hundred takes ten times as long: no more of it than twice counts.
             weight = min(USUAL_WEIGHT, elapsed_s / USUAL_S)
             self._usual[shape] += weight * (min(row_s, 2 * usual) - usual)
-            self._consider()
+            self._consider_trial()
 
     def try_more_soon(self) -> None:
         """Something says that there are cores again."""
@@ -156,8 +156,8 @@ class ThreadGovernor:
 
     # -- trials -------------------------------------------------------------------------------
 
-    def _consider(self) -> None:
-        recent = self._newest()
+    def _consider_trial(self) -> None:
+        recent = self._newest_steps()
         if not recent.are_enough:
             return
         if self._kept < self._limit and self._computed_s >= self._next_up_s:
@@ -175,7 +175,7 @@ class ThreadGovernor:
         """One fewer of a few, an eighth of many."""
         return self._kept - max(1, self._kept // 8)
 
-    def _newest(self) -> _Steps:
+    def _newest_steps(self) -> _Steps:
         """As few of the newest steps as are enough."""
         newest = _Steps()
         for step in reversed(self._recent):

@@ -371,7 +371,7 @@ def test_cells_held_by_some_count_shared_ones_once() -> None:
     second = pool.open()
     pool.share(Match(first, 2), second)
     pool.extend(second, [7, 8])
-    assert pool.held_by([first]) == 3
-    assert pool.held_by([first, second]) == n_used(pool) == 5
-    assert pool.cells([(first, 3), (second, 2)]) == 3
+    assert pool.n_held([first]) == 3
+    assert pool.n_held([first, second]) == n_used(pool) == 5
+    assert pool.n_cells([(first, 3), (second, 2)]) == 3
     assert pool.free_cells == 95

@@ -65,7 +65,7 @@ class PrefixMachine(RuleBasedStateMachine):
             (seq, data.draw(st.integers(0, len(held) + 1))) for seq, held in self.held.items()
         ]
         expected = {cell for seq, n in prefixes for cell, _ in self.held[seq][:n]}
-        assert self.tree.cells(prefixes) == len(expected)
+        assert self.tree.n_cells(prefixes) == len(expected)
 
     @invariant()
     def every_cell_is_counted_once(self) -> None:
