@@ -67,6 +67,23 @@ _TEMPLATE = (
 )
 
 
+@attrs.define
+class _Script:
+    """What becomes of one request.
+
+    Attributes:
+        tokens: those it still gets.
+        failure: why it gets no more.
+        n_prompt: tokens before those that are scored.
+        tells_logprobs: whether it is told how likely they are.
+    """
+
+    tokens: list[int] = attrs.field(factory=list)
+    failure: str | None = None
+    n_prompt: int | None = None
+    tells_logprobs: bool = False
+
+
 class ScriptedModel:
     """A model that answers by script, one token per character.
 
@@ -101,12 +118,9 @@ class ScriptedModel:
         self._replies = replies
         self._decode_s = decode_s
         self._prefill_s = prefill_s
-        self._scripts: dict[int, list[int]] = {}
-        self._failures: dict[int, str] = {}
+        self._scripts: defaultdict[int, _Script] = defaultdict(_Script)
         self._compiler: Compiler | None = None
         self._contexts: defaultdict[int, list[int]] = defaultdict(list)
-        self._with_logprobs: set[int] = set()
-        self._scored_from: dict[int, int] = {}
         self._trouble: SessionFatal | str | None = None
         self._abort = trio.Event()
         self.facts: ModelFacts = ModelFacts(
@@ -136,7 +150,7 @@ class ScriptedModel:
         """The next step breaks the engine: everybody gets `SessionFatal(reason)`."""
         self._trouble = SessionFatal(reason)
 
-    # -- core.runtime.Runtime ---------------------------------------------------------------
+    # -- scheduling.runtime.Runtime ---------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """One token per character."""
@@ -170,27 +184,26 @@ class ScriptedModel:
         )
         for request_id in plan.old_samplers:
             self._scripts.pop(request_id, None)
-            self._scored_from.pop(request_id, None)
-            self._failures.pop(request_id, None)
-            self._with_logprobs.discard(request_id)
         for request in plan.new_samplers:
             self._write_script(request)
-            if request.n_logprobs is not None:
-                self._with_logprobs.add(request.id)
         if trouble is not None:
             return StepResult(status=StepStatus.FAILED, reason=trouble, elapsed_s=elapsed_s)
-        sampling = [work.request_id for work in plan.work if work.sample]
         scores: dict[int, list[float]] = {}
         for work in plan.work:
             if work.targets:
                 with self._failures_noted(work.request_id):
                     scores[work.request_id] = self._scores(work)
-        failing = [*sampling, *(work.request_id for work in plan.work if work.targets)]
+        asked = {work.request_id: work for work in plan.work if work.sample or work.targets}
+        failures = {i: reason for i in asked if (reason := self._scripts[i].failure)}
         return StepResult(
             status=StepStatus.DONE,
-            sampled={i: self._sample(i) for i in sampling if i in self._scripts},
+            sampled={
+                i: self._sample(self._scripts[i])
+                for i, work in asked.items()
+                if work.sample and i not in failures
+            },
             scores=scores,
-            failures={i: self._failures[i] for i in failing if i in self._failures},
+            failures=failures,
             elapsed_s=elapsed_s,
         )
 
@@ -212,7 +225,7 @@ class ScriptedModel:
             cleared = () if self.facts.can_rewind else (w.seq for w in self.plans[-1].work)
             return StepResult(status=StepStatus.ABORTED, cleared=frozenset(cleared))
         for request_id in result.sampled:
-            del self._scripts[request_id][0]
+            del self._scripts[request_id].tokens[0]
         if result.status is StepStatus.DONE:
             for work in self.plans[-1].work:
                 self._contexts[work.seq][work.pos :] = work.tokens
@@ -233,7 +246,8 @@ class ScriptedModel:
         """0 for each target that is where the reply has it, else `_UNLIKELY`."""
         known = [*self._contexts[work.seq][: work.pos], *work.tokens]
         first = len(known) - len(work.targets)
-        start = self._scored_from.setdefault(work.request_id, first) + 1
+        script = self._scripts[work.request_id]
+        script.n_prompt = start = first + 1 if script.n_prompt is None else script.n_prompt
         reply = self._reply(self.detokenize(known[:start]))
         if isinstance(reply, Exception):
             raise reply
@@ -249,7 +263,9 @@ class ScriptedModel:
                 raise reply
             if request.constraint is not None:
                 _check_reply(reply, request.constraint)
-            self._scripts[request.id] = [*map(ord, reply), _END]
+            script = self._scripts[request.id]
+            script.tokens = [*map(ord, reply), _END]
+            script.tells_logprobs = request.n_logprobs is not None
 
     @contextmanager
     def _failures_noted(self, request_id: int) -> Iterator[None]:
@@ -257,12 +273,12 @@ class ScriptedModel:
         try:
             yield
         except Exception as error:
-            self._failures[request_id] = f"{type(error).__name__}: {error}"
+            self._scripts[request_id].failure = f"{type(error).__name__}: {error}"
 
-    def _sample(self, request_id: int) -> Sampled:
-        token = self._scripts[request_id][0]
+    def _sample(self, script: _Script) -> Sampled:
+        token = script.tokens[0]
         piece = b"" if token == _END else chr(token).encode()
-        told = TokenLogprob(token, piece, 0.0) if request_id in self._with_logprobs else None
+        told = TokenLogprob(token, piece, 0.0) if script.tells_logprobs else None
         return Sampled(token, piece, ends=token == _END, logprobs=told)
 
     def _reply(self, prompt: str) -> Reply:
