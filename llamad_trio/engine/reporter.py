@@ -6,8 +6,7 @@ Decides what each event says.  While nobody listens, nothing is made or copied.
 from __future__ import annotations
 
 import copy
-from contextvars import Context
-from typing import TypedDict
+from typing import Any
 
 import trio
 
@@ -20,7 +19,6 @@ from llamad_trio.core.engine_events import (
     RequestCancelled,
     RequestFailed,
     RequestFinished,
-    RequestKind,
     RequestPreempted,
     RequestQueued,
     RequestStarted,
@@ -30,20 +28,6 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.engine.ticket import Ticket
 from llamad_trio.watch.broadcast import Broadcast
-
-
-class _Event(TypedDict):
-    time: float
-    engine: str
-
-
-class _RequestEvent(_Event):
-    request_id: int
-
-
-class _WholeRequest(_RequestEvent):
-    kind: RequestKind
-    context: Context | None
 
 
 class Reporter:
@@ -162,11 +146,11 @@ class Reporter:
                 ThreadsChanged(**self._now(), n_threads=n_threads, n_threads_batch=n_threads_batch)
             )
 
-    def _now(self) -> _Event:
+    def _now(self) -> dict[str, Any]:
         return {"time": trio.current_time(), "engine": self._engine}
 
-    def _of(self, ticket: Ticket) -> _RequestEvent:
+    def _of(self, ticket: Ticket) -> dict[str, Any]:
         return {**self._now(), "request_id": ticket.id}
 
-    def _whole(self, ticket: Ticket) -> _WholeRequest:
+    def _whole(self, ticket: Ticket) -> dict[str, Any]:
         return {**self._of(ticket), "kind": ticket.kind, "context": ticket.context}
