@@ -6,6 +6,9 @@ thread ends.  Knows neither how a caller waits (`blocking` and `aio` do) nor wha
 The two sides share no lock.  What they share are flags, and deques of which each operation
 is atomic, so that Ctrl-C may strike a caller between any two lines, and a finalizer may run in
 any thread.  Into the Trio run leads `TrioToken.run_sync_soon`, which is made for that, too.
+
+anyio's `BlockingPortal` offers the calls, and not the rest: an engine that was left open keeps
+the interpreter from ending, and a piece of a stream costs twice as much (150 against 75 us).
 """
 
 from __future__ import annotations
