@@ -11,10 +11,12 @@ import attrs
 
 from llamad_trio.chat.guard import Guard
 from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls, tool_dict
+from llamad_trio.chat.meter import RenderLimits
 from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning, opened_by
 from llamad_trio.chat.reply import ReplyParser
-from llamad_trio.chat.template import ChatTemplate, Limits
-from llamad_trio.chat.tools.format import TOOL_FORMATS, ToolFormat, detect_tool_format
+from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
 from llamad_trio.chat.tools.lark import quoted
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
@@ -70,7 +72,7 @@ class Chat:
         added = (text for text in facts.added_tokens if text.strip() and text in source)
         self._guard = Guard(self._control, added)
 
-    def turn(self, request: Request, sentinel: str, limits: Limits) -> Turn:
+    def turn(self, request: Request, sentinel: str, limits: RenderLimits) -> Turn:
         """What a request comes to.
 
         Args:
@@ -125,7 +127,7 @@ class Chat:
         self,
         messages: Iterable[Message],
         sentinel: str,
-        limits: Limits,
+        limits: RenderLimits,
         *,
         add_generation_prompt: bool,
     ) -> str:
@@ -155,7 +157,7 @@ class Chat:
         self,
         messages: Sequence[dict[str, object]],
         sentinel: str,
-        limits: Limits,
+        limits: RenderLimits,
         *,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -175,7 +177,7 @@ class Chat:
         tools: Sequence[Tool],
         tool_format: ToolFormat | None,
         sentinel: str,
-        limits: Limits,
+        limits: RenderLimits,
     ) -> str:
         guarded = self._guarded(request.messages, sentinel)
         tools = [self._guard.tool(tool, sentinel) for tool in tools]

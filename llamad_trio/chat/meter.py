@@ -36,7 +36,7 @@ of a tuple does not watch it, and the program may have raised Python's own limit
 
 
 @attrs.frozen
-class Limits:
+class RenderLimits:
     """What a rendering may use: seconds, and characters.
 
     All texts that it makes count, and `NODE_CHARS` for each item of its lists and dicts,
@@ -47,11 +47,11 @@ class Limits:
     n_chars: int
 
 
-FULL = Limits(2.0, 64 * 1024 * 1024)
+FULL = RenderLimits(2.0, 64 * 1024 * 1024)
 """For a thread.  Known templates make up to five times a long conversation's size, and a
 million tokens are some four million characters.  In memory it is 256 MiB at most."""
 
-QUICK = Limits(0.003, 128 * 1024)
+QUICK = RenderLimits(0.003, 128 * 1024)
 """For a first attempt on the event loop, where no call may take much of a millisecond."""
 
 
@@ -74,7 +74,7 @@ class _Stream(list[object]):
 class Meter:
     """Counts what one rendering uses.  For one thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RenderLimits) -> None:
         self._limits = limits
         self._deadline = monotonic() + limits.time_s
         self._left = limits.n_chars
@@ -202,7 +202,7 @@ current_meter: Callable[[], Meter] = _CURRENT.get
 
 
 @contextmanager
-def metering(limits: Limits) -> Iterator[Meter]:
+def metering(limits: RenderLimits) -> Iterator[Meter]:
     """Give this thread's code a meter, from now on."""
     meter = Meter(limits)
     token = _CURRENT.set(meter)

@@ -17,11 +17,14 @@ from typing import NoReturn
 import attrs
 import jinja2
 
-from llamad_trio.chat.meter import FULL, QUICK, Limits, TemplateTimeout, current_meter, metering
+from llamad_trio.chat.meter import (
+    FULL,
+    RenderLimits,
+    current_meter,
+    metering,
+)
 from llamad_trio.chat.sandbox import Sandbox
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
-
-__all__ = ["FULL", "QUICK", "ChatTemplate", "Limits", "TemplateTimeout"]
 
 # A template may quote the whole conversation in its error message.
 _MAX_REASON_CHARS = 1000
@@ -73,7 +76,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        limits: Limits = FULL,
+        limits: RenderLimits = FULL,
         **variables: object,
     ) -> str:
         """Return the prompt for `messages`.
@@ -110,7 +113,7 @@ class ChatTemplate:
         except Exception as error:
             raise ProtocolError(f"the chat template failed: {_describe(error)}") from error
 
-    def _run(self, variables: dict[str, object], limits: Limits) -> str:
+    def _run(self, variables: dict[str, object], limits: RenderLimits) -> str:
         context = self._compiled.new_context(variables)
         try:
             with metering(limits) as meter:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import trio
 
-from llamad_trio.chat.template import Limits
+from llamad_trio.chat.meter import RenderLimits
 from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import Busy, ProtocolError
@@ -188,7 +188,7 @@ class Desk:
             ends_open: whether messages end with the assistant's turn open.
         """
 
-        def work(limits: Limits) -> tuple[str, tuple[int, ...]]:
+        def work(limits: RenderLimits) -> tuple[str, tuple[int, ...]]:
             if isinstance(content, str):
                 return content, tuple(self._preprocessor.text_tokens(content))
             text, tokens = self._preprocessor.conversation(content, limits, ends_open=ends_open)
@@ -205,13 +205,13 @@ class Desk:
             is_constrained=request.is_constrained,
         )
 
-    async def _ask_of(self, request: Request, function: Callable[[Request, Limits], T]) -> T:
+    async def _ask_of(self, request: Request, function: Callable[[Request, RenderLimits], T]) -> T:
         return await self._ask(
             partial(function, request), request.n_chars, is_constrained=request.is_constrained
         )
 
     async def _ask(
-        self, function: Callable[[Limits], T], n_chars: int, *, is_constrained: bool = False
+        self, function: Callable[[RenderLimits], T], n_chars: int, *, is_constrained: bool = False
     ) -> T:
         self.check_open()
         query = Query(function, n_chars, is_constrained=is_constrained)

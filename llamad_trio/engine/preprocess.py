@@ -18,7 +18,8 @@ import trio
 
 from llamad_trio.chat.conversation import Chat, Turn
 from llamad_trio.chat.guard import SENTINELS
-from llamad_trio.chat.template import FULL, QUICK, ChatTemplate, Limits, TemplateTimeout
+from llamad_trio.chat.meter import FULL, QUICK, RenderLimits, TemplateTimeout
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import (
     EngineClosed,
     InferenceError,
@@ -57,7 +58,7 @@ class Query:
     """
 
     def __init__(
-        self, function: Callable[[Limits], Any], n_chars: int, *, is_constrained: bool
+        self, function: Callable[[RenderLimits], Any], n_chars: int, *, is_constrained: bool
     ) -> None:
         self.function = function
         self.n_chars = n_chars
@@ -114,7 +115,7 @@ class Preprocessor:
 
     # -- what queries ask -------------------------------------------------------------------
 
-    def render(self, request: Request, limits: Limits) -> str:
+    def render(self, request: Request, limits: RenderLimits) -> str:
         """The prompt as text, as it will be tokenised.
 
         Raises:
@@ -126,7 +127,7 @@ class Preprocessor:
         sentinel = next((s for s in SENTINELS if not _has(request, s)), SENTINELS[0])
         return self._chat.turn(request, sentinel, limits).prompt.replace(sentinel, "")
 
-    def tokens(self, request: Request, limits: Limits) -> tuple[Turn, list[int]]:
+    def tokens(self, request: Request, limits: RenderLimits) -> tuple[Turn, list[int]]:
         """What a request comes to, and its prompt as tokens.
 
         Raises:
@@ -159,7 +160,7 @@ class Preprocessor:
         return tokens_of_prompt(self._runtime, text)
 
     def conversation(
-        self, messages: tuple[Message, ...], limits: Limits, *, ends_open: bool
+        self, messages: tuple[Message, ...], limits: RenderLimits, *, ends_open: bool
     ) -> tuple[str, list[int]]:
         """Messages as text and tokens, ready for the assistant's turn or not."""
 
@@ -173,7 +174,7 @@ class Preprocessor:
         return text, tokens
 
     def scoring_tokens(
-        self, request: Request, continuations: Sequence[str], limits: Limits
+        self, request: Request, continuations: Sequence[str], limits: RenderLimits
     ) -> Scoring:
         """The tokens of a prompt, and of texts that follow it.  Raises as `tokens`."""
         turn, prompt = self.tokens(request, limits)
@@ -241,7 +242,7 @@ class Preprocessor:
         await self._outbox.send(prepared)
         self._decode.wake()
 
-    def _ready(self, ticket: Ticket, limits: Limits) -> Prepared:
+    def _ready(self, ticket: Ticket, limits: RenderLimits) -> Prepared:
         request = ticket.request
         turn, tokens = self.tokens(request, limits)
         self._check_length(len(tokens))
@@ -274,7 +275,7 @@ class Preprocessor:
             raise PromptTooLong(n_tokens, budget)
 
     async def _work(
-        self, item: Ticket | Query, function: Callable[[Limits], T]
+        self, item: Ticket | Query, function: Callable[[RenderLimits], T]
     ) -> outcome.Outcome[T]:
         """Call `function` with what its template may use: here, or in a thread."""
         if not _is_long(item):

@@ -13,7 +13,8 @@ import pytest
 
 from llamad_trio.chat.conversation import RESERVED, Chat, Turn
 from llamad_trio.chat.guard import SENTINELS
-from llamad_trio.chat.template import FULL, ChatTemplate
+from llamad_trio.chat.meter import FULL
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall

@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 
 from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser, new_call_id
-from llamad_trio.chat.tools import TOOL_FORMATS, ToolFormat
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.core.events import (
     ReasoningDelta,
     ReplyEvent,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.chat.template import ChatTemplate, Limits, TemplateTimeout
+from llamad_trio.chat.meter import RenderLimits, TemplateTimeout
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 
 CHATML = """\
@@ -89,7 +90,7 @@ def refusal(source: str, **variables: Any) -> str:
 def exceeded(source: str, n_chars: int) -> TemplateTimeout:
     """The error when `source` may make `n_chars` characters."""
     with pytest.raises(TemplateTimeout) as caught:
-        compiled(source).render([], limits=Limits(10.0, n_chars), x="x" * 10_000)
+        compiled(source).render([], limits=RenderLimits(10.0, n_chars), x="x" * 10_000)
     return caught.value
 
 
@@ -342,7 +343,7 @@ class TestBounds:
         "source", ["{{ x }}", "{{ x ~ '' }}", "{% set y %}{{ x }}{% endset %}"]
     )
     def test_what_is_made_is_counted(self, source: str) -> None:
-        limits = Limits(1.0, 10_100 if source == "{{ x }}" else 20_100)
+        limits = RenderLimits(1.0, 10_100 if source == "{{ x }}" else 20_100)
         assert compiled(source).render([], limits=limits, x="x" * 10_000) is not None
         exceeded(source, limits.n_chars // 2 - 100)
 

@@ -16,14 +16,16 @@ from typing import Any
 
 import pytest
 
-from llamad_trio.chat.template import FULL, QUICK, ChatTemplate, Limits, TemplateTimeout
+from llamad_trio.chat.meter import FULL, QUICK, RenderLimits, TemplateTimeout
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 
 MEMORY_BYTES = 450 * 1024 * 1024  # the 256 MiB a template may hold, one value more, and a copy
 
 VICTIM = """
 import json, resource, sys
-from llamad_trio.chat.template import ChatTemplate, Limits
+from llamad_trio.chat.meter import RenderLimits
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.core.errors import LlamadError
 
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -35,7 +37,7 @@ for line in sys.stdin:
     source, *limits = json.loads(line)
     try:
         template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
-        text = template.render([{"role": "user", "content": "hi"}], limits=Limits(*limits))
+        text = template.render([{"role": "user", "content": "hi"}], limits=RenderLimits(*limits))
         answer = ["text", text[:1000]]
     except LlamadError as error:
         answer = [type(error).__name__, error.reason]
@@ -257,7 +259,7 @@ class TestTime:
     def test_the_error_says_how_long_it_was_and_is_a_protocol_error(self) -> None:
         template = ChatTemplate(NESTED + END, bos_token="", eos_token="")
         with pytest.raises(ProtocolError, match=r"took longer than 0\.01 s") as caught:
-            template.render([], limits=Limits(0.01, FULL.n_chars))
+            template.render([], limits=RenderLimits(0.01, FULL.n_chars))
         assert type(caught.value) is TemplateTimeout
         assert type(pickle.loads(pickle.dumps(caught.value))) is TemplateTimeout
 
@@ -265,7 +267,7 @@ class TestTime:
         template = ChatTemplate(LOOP + "x{% endfor %}", bos_token="", eos_token="")
         with pytest.raises(TemplateTimeout):
             template.render([], limits=QUICK)
-        assert len(template.render([], limits=Limits(60.0, FULL.n_chars))) == 100_000
+        assert len(template.render([], limits=RenderLimits(60.0, FULL.n_chars))) == 100_000
 
     @pytest.mark.parametrize(
         "source",

@@ -19,7 +19,8 @@ from llamad_trio.chat.messages import (
 from llamad_trio.chat.reasoning import ReasoningTags, reasoning_lead
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
-from llamad_trio.chat.tools import TOOL_FORMATS, ToolFormat, detect_tool_format
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
 from llamad_trio.chat.tools.lfm2 import Lfm2
 from llamad_trio.chat.tools.mistral import Mistral
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature

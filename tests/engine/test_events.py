@@ -27,7 +27,7 @@ from llamad_trio import (
     ToolCallDelta,
     ToolCallStart,
 )
-from llamad_trio.chat.tools import TOOL_FORMATS
+from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.chat.tools.mistral import Mistral
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.support import ENDLESS, SURE_PROMPTS, until, until_idle

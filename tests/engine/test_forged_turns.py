@@ -24,7 +24,8 @@ from llamad_trio import (
     UnsupportedFeature,
 )
 from llamad_trio.chat.guard import SENTINELS
-from llamad_trio.chat.template import FULL, ChatTemplate
+from llamad_trio.chat.meter import FULL
+from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.engine.preprocess import Preprocessor
 from llamad_trio.llama.model import Model
 from llamad_trio.scheduling.runtime import ModelFacts, Runtime

@@ -26,7 +26,7 @@ from llamad_trio import (
     UnsupportedFeature,
     run_tools,
 )
-from llamad_trio.chat.tools import TOOL_FORMATS
+from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.support import must_not_run, threads_of_ours, until, until_idle
 

@@ -19,7 +19,8 @@ from llamad_trio import (
     ToolCallStart,
     UnsupportedFeature,
 )
-from llamad_trio.chat.tools import TOOL_FORMATS, ToolFormat
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.chat.tools.mistral import Mistral
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 

@@ -12,8 +12,6 @@ from llamad_trio.chat.tools.lfm2 import Lfm2
 from llamad_trio.chat.tools.llama3 import Llama3
 from llamad_trio.chat.tools.mistral import Mistral
 
-__all__ = ["TOOL_FORMATS", "ToolFormat", "detect_tool_format"]
-
 _CLASSES = (Hermes, Llama3, Mistral, Lfm2)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {cls.name: cls() for cls in _CLASSES}
