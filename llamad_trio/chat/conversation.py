@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from llamad_trio.chat.guard import Guard
-from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls, tool_dict
+from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls
 from llamad_trio.chat.meter import RenderLimits
 from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning, opened_by
 from llamad_trio.chat.reply import ReplyParser
@@ -18,6 +18,7 @@ from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
 from llamad_trio.chat.tools.lark import quoted
+from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature

@@ -1,17 +1,14 @@
-"""Messages and tools as chat templates read them: dictionaries, in transformers' spelling."""
+"""Messages as chat templates read them: dictionaries, in transformers' spelling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
+from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
-
-if TYPE_CHECKING:
-    from llamad_trio.chat.tools.base import ToolFormat
 
 
 def reads_tool_calls(template_source: str) -> bool:
@@ -40,18 +37,6 @@ def message_dict(message: Message, *, calls_as: ToolFormat | None = None) -> dic
     if message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning
     return fields
-
-
-def tool_dict(tool: Tool) -> dict[str, object]:
-    """Return what a template gets for `tool`."""
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.schema,
-        },
-    }
 
 
 def plain_messages(

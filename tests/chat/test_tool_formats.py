@@ -14,7 +14,6 @@ from llamad_trio.chat.messages import (
     message_dict,
     plain_messages,
     reads_tool_calls,
-    tool_dict,
 )
 from llamad_trio.chat.reasoning import ReasoningTags, reasoning_lead
 from llamad_trio.chat.reply import ReplyParser
@@ -23,6 +22,7 @@ from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
 from llamad_trio.chat.tools.lfm2 import Lfm2
 from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall

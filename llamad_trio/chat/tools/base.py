@@ -6,10 +6,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from llamad_trio.chat.messages import tool_dict
 from llamad_trio.chat.tools.lark import TEXT, Grammar, chosen
 from llamad_trio.chat.tools.literal import Scan
 from llamad_trio.chat.tools.scan import CallSink
+from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 

@@ -1,9 +1,11 @@
-"""Arguments as text, spelt as the grammars want it."""
+"""Tools as templates read them, and arguments as text, spelt as the grammars want it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+
+from llamad_trio.core.tools import Tool
 
 
 def json_text(value: object) -> str:
@@ -24,3 +26,15 @@ def python_text(value: object) -> str:
             return f"{{{', '.join(items)}}}"
         case _:
             return json_text(value)
+
+
+def tool_dict(tool: Tool) -> dict[str, object]:
+    """Return what a template gets for `tool`."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.schema,
+        },
+    }
