@@ -12,7 +12,7 @@ import attrs
 from llamad_trio.chat.guard import Guard
 from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls
 from llamad_trio.chat.meter import RenderLimits
-from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning, opened_by
+from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.chat.tools.base import ToolFormat
@@ -98,7 +98,8 @@ class Chat:
         tool_format = self._format(request) if about_tools else None
         prompt = self._render(request, tools, tool_format, sentinel, limits)
         reasoning = self._reasoning
-        in_reasoning = reasoning is not None and opened_by(prompt, reasoning)
+        last_tag = None if reasoning is None else reasoning.end_of(prompt)
+        in_reasoning = reasoning is not None and last_tag == reasoning.open
         after = reasoning.close if reasoning is not None and in_reasoning else None
         if tool_format is not None and tools:
             grammar = tool_format.grammar(
@@ -106,6 +107,7 @@ class Chat:
                 choice=request.tool_choice,
                 parallel=request.parallel_tool_calls,
                 marker=self._marker,
+                reasoning=reasoning if last_tag is None else None,
                 free=[self._marker(tag) for tag in self._reasoning_tokens()],
             )
             constraint: Constraint | None = Constraint("lark", grammar, after)

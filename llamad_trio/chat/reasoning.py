@@ -6,9 +6,6 @@ taken apart; see `reply.py`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
 import attrs
 
 
@@ -18,6 +15,15 @@ class ReasoningTags:
 
     open: str
     close: str
+
+    def end_of(self, prompt: str) -> str | None:
+        """The tag that a prompt ends in, white space aside; `None` if it ends in neither.
+
+        After the opening one the reply begins inside reasoning; after the closing one there
+        shall be none.
+        """
+        end = prompt.rstrip()
+        return next((tag for tag in (self.open, self.close) if end.endswith(tag)), None)
 
 
 _KNOWN = (
@@ -39,40 +45,3 @@ def detect_reasoning(template_source: str) -> ReasoningTags | None:
         if tags.open in template_source or tags.close in template_source:
             return tags
     return None
-
-
-def opened_by(prompt_text: str, tags: ReasoningTags) -> bool:
-    """Whether the prompt ends in an opening tag, so that the reply begins inside reasoning."""
-    return prompt_text.rstrip().endswith(tags.open)
-
-
-def reasoning_lead(tags: ReasoningTags, marker: Callable[[str], str], *, opened: bool) -> str:
-    """Return a Lark expression for reasoning, to come before whatever a grammar allows.
-
-    `marker` gives the expression of a tag's text; see `ToolFormat.grammar`.
-    When the prompt has opened the reasoning, the reply must close it; else
-    reasoning may be left out, but not left open.
-    """
-    close = marker(tags.close)
-    inside = f"/(.|\\n)*/ {close}" if close.startswith("<") else f"/{_until(tags.close)}/"
-    lead = f"{inside} /[ \\t\\r\\n]*/"
-    return lead if opened else f"({marker(tags.open)} {lead})?"
-
-
-def _until(literal: str) -> str:
-    """A regular expression of every text that ends with the first `literal` in it.
-
-    The states of the matching automaton, written out.  It counts on the first
-    character coming no second time, which makes every mismatch start over.
-    """
-    first, rest = literal[0], literal[1:]
-    if first in rest:
-        raise ValueError(f"{first!r} comes twice in {literal!r}")
-    again = "|".join(_escape(rest[:i] + first) for i in range(len(rest)))
-    away = "|".join(f"{_escape(rest[:i])}[^{_escape(first + rest[i])}]" for i in range(len(rest)))
-    begun = f"{_escape(first)}({again})*"
-    return f"([^{_escape(first)}]|{begun}({away}))*{begun}{_escape(rest)}"
-
-
-def _escape(text: str) -> str:
-    return re.escape(text).replace("/", "\\/")

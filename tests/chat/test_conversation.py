@@ -15,10 +15,12 @@ from llamad_trio.chat.conversation import RESERVED, Chat, Turn
 from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.meter import FULL
 from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.constraints.compiler import Compiler
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
 from llamad_trio.scheduling.runtime import ModelFacts
+from tests.chat.byte_vocabulary import ByteVocabulary
 
 S = SENTINELS[0]
 
@@ -279,6 +281,60 @@ def test_a_format_that_is_the_templates_own_changes_nothing() -> None:
         assert turn(HERMES, named) == turn(HERMES, request)
         other = turn(HERMES, attrs.evolve(request, tool_format="lfm2"))
         assert other.prompt != turn(HERMES, request).prompt
+
+
+# -- reasoning before calls that are required -------------------------------------------------
+
+THINKS_AND_CALLS = (
+    HERMES
+    + "{%- if thinking == 'on' %}{{ '<think>\\n' }}{% endif %}"
+    + "{%- if thinking == 'off' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+)
+GET_1 = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+THOUGHT = "Let me see: <tool> or {?"
+VOCABULARIES = [
+    ByteVocabulary(),
+    ByteVocabulary(["<think>", "</think>", "<tool_call>", "</tool_call>"]),
+]
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES, ids=["text", "tokens"])
+@pytest.mark.parametrize("choice", ["required", "get"])
+@pytest.mark.parametrize(
+    ("thinking", "reply", "reasoning"),
+    [
+        # The model opens the block itself, or not.
+        ("", f"<think>\n{THOUGHT}\n</think>\n\n{GET_1}", THOUGHT),
+        ("", f"<think></think>{GET_1}", None),
+        ("", GET_1, None),
+        ("", f"{THOUGHT}\n</think>\n\n{GET_1}", "refused"),
+        ("", f"<think>{THOUGHT}</think>Well. {GET_1}", "refused"),
+        ("", f"<think>{THOUGHT}", "refused"),
+        ("", THOUGHT, "refused"),
+        # The template opens it.
+        ("on", f"{THOUGHT}\n</think>\n\n{GET_1}", THOUGHT),
+        ("on", f"</think>{GET_1}", None),
+        ("on", GET_1, "refused"),
+        # The template closes it: the model is told not to think.
+        ("off", GET_1, None),
+        ("off", f"<think>{THOUGHT}</think>{GET_1}", "refused"),
+    ],
+)
+def test_a_model_that_reasons_may_do_so_before_a_call_that_is_required(
+    thinking: str, reply: str, reasoning: str | None, choice: str, vocabulary: ByteVocabulary
+) -> None:
+    request = Request("x", tools=[GET], tool_choice=choice, template_vars={"thinking": thinking})
+    asked = turn(THINKS_AND_CALLS, request, control_tokens=vocabulary.control_tokens)
+    assert asked.constraint is not None
+    matcher = Compiler(vocabulary).compile(asked.constraint)
+    is_allowed = matcher.accept(vocabulary.tokens(reply)) and matcher.may_end
+    assert is_allowed is (reasoning != "refused")
+    if is_allowed:
+        parser = asked.parser(map(str, count()).__next__)
+        parser.push(reply)
+        parser.finish()
+        assert (parser.reasoning, parser.text) == (reasoning, "")
+        assert [(call.name, call.arguments) for call in parser.tool_calls] == [("get", {"a": 1})]
 
 
 # -- control tokens in a reply --------------------------------------------------------------

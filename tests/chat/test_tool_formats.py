@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from llamad_trio.chat.messages import (
     plain_messages,
     reads_tool_calls,
 )
-from llamad_trio.chat.reasoning import ReasoningTags, reasoning_lead
+from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.chat.tools.base import ToolFormat
@@ -26,8 +25,7 @@ from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
-
-llguidance = pytest.importorskip("llguidance")
+from tests.chat.byte_vocabulary import ByteVocabulary, accepted, allows
 
 CHATML_HERMES = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
@@ -421,74 +419,9 @@ def test_a_template_without_tools_gets_them_as_text(tool_format: ToolFormat) -> 
 
 # Grammars
 
-_CONTROL = (
-    "<eos>",
-    "<think>",
-    "</think>",
-    "<other>",
-    *sorted({marker for tool_format, _ in FORMATS.values() for marker in tool_format.markers}),
-)
 
-
-class _Vocabulary:
-    """A token for each byte, and control tokens."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in _CONTROL))
-    special_token_ids = tuple(range(256, 256 + len(_CONTROL)))
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary()))
-
-
-class Vocabulary:
-    """How a model's vocabulary writes markers: `control` are those it has tokens for."""
-
-    def __init__(self, control: Sequence[str]) -> None:
-        self.control = control
-
-    def marker(self, text: str) -> str:
-        return f"<[{256 + _CONTROL.index(text)}]>" if text in self.control else json.dumps(text)
-
-    def tokens(self, text: str) -> list[int]:
-        tokens: list[int] = []
-        while text:
-            found = next((marker for marker in self.control if text.startswith(marker)), None)
-            if found is None:
-                tokens += text[0].encode()
-                text = text[1:]
-            else:
-                tokens.append(256 + _CONTROL.index(found))
-                text = text.removeprefix(found)
-        return tokens
-
-
-def vocabularies(tool_format: ToolFormat) -> list[Vocabulary]:
-    return [Vocabulary(()), Vocabulary((*tool_format.markers, "<think>", "</think>"))]
-
-
-@functools.cache
-def compiled(grammar: str) -> Any:
-    """A matcher at the beginning of a reply."""
-    matcher = llguidance.LLMatcher(TOKENIZER, grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
-
-
-def accepted(grammar: str, tokens: Sequence[int]) -> tuple[int, bool]:
-    """How many tokens the grammar allows, and whether the reply may end behind them."""
-    matcher = compiled(grammar).deep_copy()
-    n_tokens = matcher.validate_tokens(list(tokens))
-    matcher.consume_tokens(list(tokens[:n_tokens]))
-    return n_tokens, matcher.is_accepting()
-
-
-def allows(grammar: str, tokens: Sequence[int]) -> bool:
-    return accepted(grammar, tokens) == (len(tokens), True)
+def vocabularies(tool_format: ToolFormat) -> list[ByteVocabulary]:
+    return [ByteVocabulary(), ByteVocabulary((*tool_format.markers, "<think>", "</think>"))]
 
 
 @every_format
@@ -501,7 +434,6 @@ def test_the_grammar_allows_what_is_written(name: str, parallel: bool) -> None:
             grammar = tool_format.grammar(
                 TOOLS, choice=choice, parallel=parallel, marker=vocabulary.marker
             )
-            assert llguidance.LLMatcher.validate_grammar(grammar, TOKENIZER) == ""
             for call in CALLS:
                 assert allows(grammar, text(tool_format.write_calls([call])))
             assert allows(grammar, text(tool_format.write_calls(CALLS))) is parallel
@@ -530,7 +462,7 @@ def without_control_characters(value: object) -> bool:
 def test_the_grammar_allows_any_json_where_the_schema_does(name: str, value: object) -> None:
     tool_format, _ = FORMATS[name]
     tool = Tool("f", "", {"type": "object", "properties": {"x": {}}})
-    vocabulary = Vocabulary(())
+    vocabulary = ByteVocabulary()
     grammar = tool_format.grammar(
         [tool], choice="required", parallel=False, marker=vocabulary.marker
     )
@@ -594,29 +526,31 @@ def test_text_may_hold_the_given_control_tokens_and_no_others(name: str) -> None
         )
         assert allows(grammar, vocabulary.tokens("<think>Hm {</think>Hello"))
         assert allows(grammar, vocabulary.tokens(f"<think>Hm {{</think>{call}"))
-        other = 256 + _CONTROL.index("<other>")
+        other = ByteVocabulary(["<other>"]).tokens("<other>")[0]
         assert accepted(grammar, [*b"Hi", other])[0] == 2
 
 
 @every_format
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_reasoning_may_come_first(name: str, choice: str) -> None:
+def test_reasoning_may_come_before_a_call_that_is_required(name: str) -> None:
     tool_format, _ = FORMATS[name]
     call = tool_format.write_calls(CALLS[:1])
     for vocabulary in vocabularies(tool_format):
-
-        def grammar(opened: bool, vocabulary: Vocabulary = vocabulary) -> str:
-            tags = ReasoningTags("<think>", "</think>")
-            lead = reasoning_lead(tags, vocabulary.marker, opened=opened)
-            return tool_format.grammar(
-                TOOLS, choice=choice, parallel=False, marker=vocabulary.marker, lead=lead
-            )
-
-        text: Callable[[str], list[int]] = vocabulary.tokens
-        assert allows(grammar(True), text(f"\nHm, < {{\n</think>\n\n{call}"))
-        assert not allows(grammar(True), text(call))
-        assert allows(grammar(False), text(f"<think>\nHm, < {{\n</think>\n\n{call}"))
-        assert allows(grammar(False), text(call))
+        grammar = tool_format.grammar(
+            TOOLS,
+            choice="required",
+            parallel=False,
+            marker=vocabulary.marker,
+            reasoning=ReasoningTags("<think>", "</think>"),
+        )
+        for thought in ("", "\nHm, < {\n", "</", "<</thin", "x</thin </"):
+            assert allows(grammar, vocabulary.tokens(f"<think>{thought}</think>\n\n{call}"))
+            for wrong in (f"{thought}</think>{call}", f"<think>{thought}</think>Hm.{call}"):
+                assert not allows(grammar, vocabulary.tokens(wrong))
+        assert allows(grammar, vocabulary.tokens(call))
+        assert not allows(grammar, vocabulary.tokens(f"<think>Hm.\n\n{call}"))
+        # Reasoning ends where a closing tag is spelt out, too.
+        begun = [*vocabulary.tokens("<think>"), *b"</think>"]
+        assert accepted(grammar, [*begun, *b"Hm."])[0] == len(begun)
 
 
 def schema_of(**properties: object) -> Tool:

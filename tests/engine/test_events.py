@@ -308,15 +308,14 @@ async def test_any_constraint_is_about_what_follows_the_reasoning(fields: dict[s
 
 async def test_a_call_may_follow_the_reasoning() -> None:
     for template, lead in ((THINKS_ITSELF, "<think>"), (IS_MADE_TO_THINK, "")):
-        _, done = await events_of(
-            f"{lead}hm\n</think>\n\n{CALLED}", template=template, tools=[look]
-        )
-        assert done.reasoning == "hm"
-        assert len(done.tool_calls) == 2
-    _, done = await events_of(
-        f"hm\n</think>\n\n{CALLED}", template=IS_MADE_TO_THINK, tools=[look], tool_choice="required"
-    )
-    assert (done.reasoning, len(done.tool_calls)) == ("hm", 2)
+        for choice in ("auto", "required", "look"):
+            _, done = await events_of(
+                f"{lead}hm\n</think>\n\n{CALLED}",
+                template=template,
+                tools=[look],
+                tool_choice=choice,
+            )
+            assert (done.reasoning, len(done.tool_calls)) == ("hm", 2)
 
 
 # -- the reader -----------------------------------------------------------------------------

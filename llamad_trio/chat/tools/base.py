@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.tools.lark import TEXT, Grammar, chosen
 from llamad_trio.chat.tools.literal import Scan
 from llamad_trio.chat.tools.scan import CallSink
@@ -82,20 +83,20 @@ class ToolFormat(ABC):
         choice: str,
         parallel: bool,
         marker: Marker,
-        lead: str = "",
+        reasoning: ReasoningTags | None = None,
         free: Sequence[str] = (),
     ) -> str:
         """Return a complete grammar of the replies that llguidance shall allow.
 
         Args:
-            choice: `"required"`, or a tool's name, for calls from the very
-                first token; `"auto"` for free text up to the opening marker,
-                and from there on a call.
+            choice: `"required"`, or a tool's name, for calls and nothing else;
+                `"auto"` for free text up to the opening marker, and from there
+                on a call.
             parallel: whether there may be more than one call.  A single call
                 ends the reply.
             marker: gives a marker's text as a Lark expression.
-            lead: a Lark expression that comes before all else, such as
-                `reasoning_lead`.
+            reasoning: the tags of reasoning that may come before calls, where there
+                is no free text to have it in.
             free: Lark expressions of control tokens allowed within free text.
 
         Raises:
@@ -110,7 +111,9 @@ class ToolFormat(ABC):
             start = self._text_or_calls(rules, opener, parallel=parallel, free=free)
         else:
             start = self._only_calls(opener, parallel=parallel)
-        return rules.source(f"{lead} {start}")
+            if reasoning is not None:
+                start = f"{_reasoning_or_nothing(rules, reasoning, marker)} {start}"
+        return rules.source(start)
 
     def _only_calls(self, opener: str, *, parallel: bool) -> str:
         """Return the expression of a reply that is calls; `opener` is that of the marker."""
@@ -123,7 +126,7 @@ class ToolFormat(ABC):
         self, rules: Grammar, opener: str, *, parallel: bool, free: Sequence[str]
     ) -> str:
         """Return the expression of a reply that may be text, calls, or both."""
-        marked = rules.text_and(opener, self.opener)
+        marked = rules.text_up_to(opener, self.opener, "marked")
         extra = "".join(f" | {TEXT} {symbol}" for symbol in free)
         if parallel:
             rules.rule("part", f"{marked} calls{extra}")
@@ -136,3 +139,9 @@ class ToolFormat(ABC):
         self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
     ) -> str:
         """Return the expression of what follows an opening marker."""
+
+
+def _reasoning_or_nothing(rules: Grammar, tags: ReasoningTags, marker: Marker) -> str:
+    thought = rules.text_up_to(marker(tags.close), tags.close, "thought")
+    rules.rule("SPACE", r"/[ \t\r\n]{1,4}/")  # small models never stop writing it
+    return f"({marker(tags.open)} {thought} SPACE?)?"

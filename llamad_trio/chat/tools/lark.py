@@ -83,16 +83,16 @@ class Grammar:
         """The terminal of free text."""
         return self.rule(TEXT, r"/(.|\n)*/")
 
-    def text_and(self, marker: str, text: str) -> str:
+    def text_up_to(self, marker: str, text: str, name: str) -> str:
         """Free text up to the first `marker`, an expression, whose text is `text`.
 
         A model can also spell out what is a control token.  Who reads the reply
-        cannot tell, so the grammar does not, either.
+        cannot tell, so the grammar does not, either.  `name` is for its rules.
         """
-        spelt = self.rule("spelt", f"{self.text()} {quoted(text)}", options="[lazy]")
+        spelt = self.rule(f"{name}_spelt", f"{self.text()} {quoted(text)}", options="[lazy]")
         if marker == quoted(text):
             return spelt
-        return self.rule("marked", f"{TEXT} {marker} | {spelt}")
+        return self.rule(name, f"{TEXT} {marker} | {spelt}")
 
     def source(self, start: str) -> str:
         """The complete grammar, which begins with the expression `start`."""
