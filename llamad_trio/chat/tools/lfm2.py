@@ -9,7 +9,7 @@ import attrs
 
 from llamad_trio.chat.tools.base import Marker, ToolFormat
 from llamad_trio.chat.tools.lark import Grammar, arguments_schema, one_of, quoted
-from llamad_trio.chat.tools.literal import PYTHON, WHITESPACE, Malformed, Scan, literal, skip_space
+from llamad_trio.chat.tools.literal import PYTHON, Malformed, Scan, literal, skip_space
 from llamad_trio.chat.tools.python_schema import PythonSchema
 from llamad_trio.chat.tools.scan import CallSink, expect_after_space
 from llamad_trio.chat.tools.writing import python_text
@@ -92,20 +92,16 @@ def _call(char: str, sink: CallSink) -> Scan[None]:
     char = yield from skip_space()
     while char != ")":
         name, char = yield from _name(char, "")
-        if char in WHITESPACE:
-            char = yield from skip_space()
-        if char != "=" or not name.isidentifier() or name in seen:
+        if (yield from skip_space(char)) != "=" or not name.isidentifier() or name in seen:
             raise Malformed
         sink.write(f"{', ' if seen else ''}{json.dumps(name, ensure_ascii=False)}: ")
         seen.add(name)
-        after = yield from literal(PYTHON, (yield from skip_space()), sink.write)
-        if after is None or after in WHITESPACE:
-            after = yield from skip_space()
-        if after == ")":
-            break
-        if after != ",":
+        char = yield from literal(PYTHON, (yield from skip_space()), sink.write)
+        char = yield from skip_space(char)
+        if char == ",":
+            char = yield from skip_space()
+        elif char != ")":
             raise Malformed
-        char = yield from skip_space()
     sink.write("}")
     sink.end()
 

@@ -19,7 +19,12 @@ T = TypeVar("T")
 Scan: TypeAlias = Generator[None, str, T]
 """Takes one character per `send`.  Raises `Malformed` at the first that does not fit."""
 
+Write: TypeAlias = Callable[[str], None]
+"""Takes more of the JSON text."""
+
 WHITESPACE = " \t\r\n"
+
+_CLOSERS = {"{": "}", "[": "]"}
 
 # The standard library's decoder takes one frame of the stack per level.
 _MAX_DEPTH = 128
@@ -49,66 +54,102 @@ class Dialect:
 
     words: dict[str, str]
     quotes: str
-    string: Callable[[str, Callable[[str], None]], Scan[None]]
+    string: Callable[[str, Write], Scan[None]]
     trailing_comma: bool
 
 
-def skip_space() -> Scan[str]:
-    """Return the next character that is no whitespace."""
-    while (char := (yield)) in WHITESPACE:
-        pass
+def skip_space(char: str = "", write: Write = lambda _: None) -> Scan[str]:
+    """Return the next character that is no whitespace: `char`, if it is there and none.
+
+    The whitespace is given to `write`.
+    """
+    while char in WHITESPACE:  # as nothing is
+        if char:
+            write(char)
+        char = yield
     return char
 
 
-def literal(dialect: Dialect, char: str, write: Callable[[str], None]) -> Scan[str | None]:
+def literal(dialect: Dialect, char: str, write: Write) -> Scan[str]:
     """Follow one value that begins with `char`, writing it as JSON text.
 
     Returns the character after the value if the value's end shows only there
-    (numbers and words), else `None`.
+    (numbers and words), else nothing.
     """
-    closers: list[str] = []
-    # What may come next: a value, a key, a colon, or what separates and closes.
-    expect, may_close = "value", False
+    if char not in _CLOSERS:
+        return (yield from _scalar(dialect, char, write))
+    closers: list[str] = []  # of the collections that are open
     while True:
-        after: str | None = None
-        if char in WHITESPACE:
-            write(char)
-        elif closers and char == closers[-1] and (expect == "comma" or may_close):
-            write(char)
-            closers.pop()
-            expect, may_close = "comma", False
-        elif expect == "value" and char in "{[":
-            if len(closers) == _MAX_DEPTH:
-                raise Malformed
-            write(char)
-            closers.append("}" if char == "{" else "]")
-            expect, may_close = ("key" if char == "{" else "value"), True
-        elif expect in ("value", "key") and char in dialect.quotes:
-            write('"')
-            yield from dialect.string(char, write)
-            write('"')
-            expect, may_close = ("colon" if expect == "key" else "comma"), False
-        elif expect == "value" and char in _ATOM_CHARS:
-            after = yield from _atom(dialect, char, write)
-            expect, may_close = "comma", False
-        elif expect == "colon" and char == ":":
-            write(char)
-            expect = "value"
-        elif expect == "comma" and char == "," and closers:
-            char = yield from skip_space()
-            if dialect.trailing_comma and char == closers[-1]:
-                continue
-            write(", ")
-            expect = "key" if closers[-1] == "}" else "value"
-            continue
+        if char in _CLOSERS:
+            char = yield from _open(closers, char, write)
+            is_complete = char == closers[-1]
         else:
+            char = yield from skip_space((yield from _scalar(dialect, char, write)), write)
+            is_complete = True
+        if is_complete:
+            char = yield from _close(dialect, closers, char, write)
+        if not closers:
+            return ""
+        if closers[-1] == "}":
+            char = yield from _key(dialect, char, write)
+
+
+def _open(closers: list[str], char: str, write: Write) -> Scan[str]:
+    """Follow the bracket `char`; return the character after it."""
+    if len(closers) == _MAX_DEPTH:
+        raise Malformed
+    write(char)
+    closers.append(_CLOSERS[char])
+    return (yield from skip_space(write=write))
+
+
+def _close(dialect: Dialect, closers: list[str], char: str, write: Write) -> Scan[str]:
+    """Follow what is behind a member, from `char` on: brackets that close, and a comma.
+
+    Returns the first character of the next member, or nothing when all brackets are closed.
+    """
+    while True:
+        if char == ",":
+            char = yield from skip_space()
+            if char != closers[-1]:
+                write(", ")
+                return char
+            if not dialect.trailing_comma:
+                raise Malformed
+        if char != closers[-1]:
             raise Malformed
-        if expect == "comma" and not closers:
-            return after
-        char = (yield) if after is None else after
+        write(closers.pop())
+        if not closers:
+            return ""
+        char = yield from skip_space(write=write)
 
 
-def _atom(dialect: Dialect, char: str, write: Callable[[str], None]) -> Scan[str]:
+def _key(dialect: Dialect, char: str, write: Write) -> Scan[str]:
+    """Follow a key that begins with `char`, and its colon; return the character after it."""
+    yield from _string(dialect, char, write)
+    if (yield from skip_space(write=write)) != ":":
+        raise Malformed
+    write(":")
+    return (yield from skip_space(write=write))
+
+
+def _scalar(dialect: Dialect, char: str, write: Write) -> Scan[str]:
+    """Follow a string, a number or a word; return as `literal` does."""
+    if char in _ATOM_CHARS:
+        return (yield from _atom(dialect, char, write))
+    yield from _string(dialect, char, write)
+    return ""
+
+
+def _string(dialect: Dialect, char: str, write: Write) -> Scan[None]:
+    if char not in dialect.quotes:
+        raise Malformed
+    write('"')
+    yield from dialect.string(char, write)
+    write('"')
+
+
+def _atom(dialect: Dialect, char: str, write: Write) -> Scan[str]:
     """Follow a number or a word; return the character after it."""
     chars: list[str] = []
     while char in _ATOM_CHARS:
@@ -126,7 +167,7 @@ def _atom(dialect: Dialect, char: str, write: Callable[[str], None]) -> Scan[str
     return char
 
 
-def _json_string(quote: str, write: Callable[[str], None]) -> Scan[None]:
+def _json_string(quote: str, write: Write) -> Scan[None]:
     while (char := (yield)) != quote:
         if char < " ":
             raise Malformed
@@ -155,7 +196,7 @@ _PYTHON_ESCAPES = {
 }
 
 
-def _python_string(quote: str, write: Callable[[str], None]) -> Scan[None]:
+def _python_string(quote: str, write: Write) -> Scan[None]:
     # Python wants a newline in a string escaped; models that write code often do not.
     while (char := (yield)) != quote:
         if char != "\\":
