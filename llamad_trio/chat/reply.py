@@ -7,19 +7,17 @@ the text was cut into pieces.
 from __future__ import annotations
 
 import enum
-import json
+import itertools
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 
-from llamad_trio.chat.markers import MarkerFinder
 from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.literal import WHITESPACE, Malformed, Scan
-from llamad_trio.chat.tools.scan import CallArguments, CallEnd, CallSink, CallStart
-from llamad_trio.core.errors import ProtocolError
+from llamad_trio.chat.tools.scan import CallSink
 from llamad_trio.core.events import (
     ReasoningDelta,
     ReplyEvent,
@@ -27,7 +25,7 @@ from llamad_trio.core.events import (
     ToolCallDelta,
     ToolCallStart,
 )
-from llamad_trio.core.tools import JsonObject, ToolCall
+from llamad_trio.core.tools import ToolCall
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -51,6 +49,50 @@ class _Input:
 
     text: str
     pos: int = 0
+
+
+class _MarkerFinder:
+    """Passes text through up to the next marker, or all if the marker is empty.
+
+    Withholds text only while it is the beginning of the marker.
+    """
+
+    __slots__ = ("_held", "_marker")
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self._held = ""
+
+    def scan(self, source: _Input) -> tuple[str, bool]:
+        """Read the input, up to its end or to behind the marker.
+
+        Returns what is not part of the marker, and whether that has come.
+        """
+        plain: list[str] = []
+        text, marker = source.text, self._marker
+        while source.pos < len(text):
+            if not self._held:
+                start = text.find(marker[0], source.pos) if marker else -1
+                start = len(text) if start < 0 else start
+                plain.append(text[source.pos : start])
+                source.pos = start
+                if start == len(text):
+                    break
+            held = keep = self._held + text[source.pos]
+            source.pos += 1
+            if held == marker:
+                self._held = ""
+                return "".join(plain), True
+            while not marker.startswith(keep):
+                keep = keep[1:]
+            plain.append(held[: len(held) - len(keep)])
+            self._held = keep
+        return "".join(plain), False
+
+    def take(self) -> str:
+        """The text has ended: return what was withheld."""
+        held, self._held = self._held, ""
+        return held
 
 
 class _Gap:
@@ -104,9 +146,8 @@ class ReplyParser:
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._tool_format = tool_format
-        self._new_id = new_id
-        self._tags = MarkerFinder(() if reasoning is None else (reasoning.close,))
-        self._openers = MarkerFinder(() if tool_format is None else (tool_format.opener,))
+        self._closing_tag = _MarkerFinder("" if reasoning is None else reasoning.close)
+        self._openers = _MarkerFinder("" if tool_format is None else tool_format.opener)
         self._opening_tag = "" if reasoning is None else reasoning.open
         self._read = {
             _State.LEAD: self._read_lead,
@@ -128,19 +169,15 @@ class ReplyParser:
         self._drop_before = False
         self._drop_at_end = False
 
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._events: list[ReplyEvent] = []
+
         self._scan: Scan[None] | None = None
-        self._sink = CallSink()
+        self._sink = CallSink(new_id, self._events.append)
         # The opener, until a call behind it is complete, and what has been read since.
         self._opener = ""
         self._raw: list[str] = []
-        self._name = ""
-        self._id = ""
-        self._arguments: list[str] = []
-
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._events = _Events()
         self.unfinished = ""
         """A call that was cut off by the reply's end, as the model wrote it."""
 
@@ -157,12 +194,12 @@ class ReplyParser:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls that are complete."""
-        return tuple(self._calls)
+        return tuple(self._sink.calls)
 
     def push(self, text: str) -> list[ReplyEvent]:
         """Take more of the reply; return what is certain now."""
         self._consume(text)
-        return self._events.take()
+        return self._take_events()
 
     def finish(self) -> list[ReplyEvent]:
         """The reply has ended: return what was withheld.  To be called once."""
@@ -170,20 +207,20 @@ class ReplyParser:
             self._state = _State.BEGINNING
             self._consume("".join(self._lead))
         if self._state is _State.REASONING:
-            self._think(self._tags.take())
+            self._think(self._closing_tag.take())
         elif self._state is _State.CALLS:
-            if self._sink.open:
+            if self._sink.is_open:
                 self.unfinished = self._opener + "".join(self._raw)
         else:
             begun = self._openers.take()
-            if begun and self._calls:
+            if begun and self._sink.calls:
                 self.unfinished = begun  # after a call, half a marker is half of another
             else:
                 self._answer(begun)
             space = self._gap.take()
             if not self._drop_before and not self._drop_at_end:
                 self._show(space)
-        return self._events.take()
+        return self._take_events()
 
     def _consume(self, text: str) -> None:
         self._inputs.append(_Input(text))
@@ -209,9 +246,9 @@ class ReplyParser:
             self._inputs.append(_Input("".join(self._lead)))
 
     def _read_reasoning(self, source: _Input) -> None:
-        plain, found, source.pos = self._tags.scan(source.text, source.pos)
+        plain, is_closed = self._closing_tag.scan(source)
         self._think(plain)
-        if found is not None:
+        if is_closed:
             self._gap.take()
             self._drop_before = True
             self._state = _State.BEGINNING
@@ -227,67 +264,44 @@ class ReplyParser:
         self._state = _State.TEXT
         if self._tool_format is not None and rest[0] == self._tool_format.bare_opener:
             source.pos += 1
-            self._open(self._tool_format, rest[0])
+            self._begin_calls(self._tool_format, rest[0])
 
     def _read_text(self, source: _Input) -> None:
-        plain, found, source.pos = self._openers.scan(source.text, source.pos)
+        plain, is_opened = self._openers.scan(source)
         self._answer(plain)
-        if found is not None and self._tool_format is not None:
-            self._open(self._tool_format, found)
+        if is_opened and self._tool_format is not None:
+            self._begin_calls(self._tool_format, self._tool_format.opener)
 
-    def _open(self, tool_format: ToolFormat, opener: str) -> None:
+    def _begin_calls(self, tool_format: ToolFormat, opener: str) -> None:
         self._opener = opener
         self._raw = []
-        self._sink = CallSink()
+        self._sink.begin()
         self._scan = tool_format.scan(opener, self._sink)
         self._state = _State.CALLS
         next(self._scan)
 
     def _read_call(self, source: _Input) -> None:
         assert self._scan is not None
+        n_calls = len(self._sink.calls)
         while source.pos < len(source.text):
             char = source.text[source.pos]
-            ended = False
             try:
-                try:
-                    self._scan.send(char)
-                except StopIteration:
-                    ended = True
-                source.pos += 1
-                self._raw.append(char)
-                if self._sink.parts:
-                    self._take_parts()
+                self._scan.send(char)
             except Malformed:
                 self._give_back()
                 return
-            if ended:
+            except StopIteration:
+                self._scan = None
+            source.pos += 1
+            self._raw.append(char)
+            if len(self._sink.calls) > n_calls:
+                n_calls += 1
+                self._gap.take()
+                self._opener = ""
+                self._raw = []
+            if self._scan is None:
                 self._leave_calls()
                 return
-
-    def _take_parts(self) -> None:
-        parts, self._sink.parts = self._sink.parts, []
-        for part in parts:
-            match part:
-                case CallStart():
-                    self._name = part.name
-                    self._id = self._new_id() if part.id is None else part.id
-                    self._arguments = []
-                    self._build({})
-                    self._events.add(ToolCallStart(len(self._calls), self._id, self._name))
-                case CallArguments():
-                    self._arguments.append(part.text)
-                    self._events.add(ToolCallDelta(len(self._calls), part.text))
-                case CallEnd():
-                    self._calls.append(self._build(_loads("".join(self._arguments))))
-                    self._gap.take()
-                    self._opener = ""
-                    self._raw = []
-
-    def _build(self, arguments: JsonObject) -> ToolCall:
-        try:
-            return ToolCall(self._id, self._name, arguments)
-        except ProtocolError:
-            raise Malformed from None
 
     def _give_back(self) -> None:
         """What came since the last complete call is no call.
@@ -313,7 +327,7 @@ class ReplyParser:
             shown = shown.lstrip(WHITESPACE)
         if shown:
             self._reasoning.append(shown)
-            self._events.add(ReasoningDelta(shown))
+            self._events.append(ReasoningDelta(shown))
 
     def _answer(self, text: str) -> None:
         # Without calls there is no whitespace before them.
@@ -324,68 +338,43 @@ class ReplyParser:
         if text:
             self._drop_before = self._drop_at_end = False
             self._text.append(text)
-            self._events.add(TextDelta(text))
+            self._events.append(TextDelta(text))
+
+    def _take_events(self) -> list[ReplyEvent]:
+        events = list(_merged(self._events))
+        self._events.clear()
+        return events
 
 
-def _loads(text: str) -> JsonObject:
-    try:
-        value: JsonObject = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Malformed from None
-    return value
-
-
-class _Events:
-    """Events, with what belongs together in one."""
-
-    __slots__ = ("_done", "_last", "_texts")
-
-    def __init__(self) -> None:
-        self._done: list[ReplyEvent] = []
-        self._last: ReplyEvent | None = None
-        self._texts: list[str] = []
-
-    def add(self, event: ReplyEvent) -> None:
-        """Take the next event, as more of the last one if it is of the same kind."""
-        text = _text_of(event)
-        if text is None or self._last is None or not _continues(self._last, event):
-            self._close()
-            self._last = event
-        if text is not None:
-            self._texts.append(text)
-
-    def take(self) -> list[ReplyEvent]:
-        """Return the events, and forget them."""
-        self._close()
-        done, self._done = self._done, []
-        return done
-
-    def _close(self) -> None:
-        text = "".join(self._texts)
-        self._texts = []
-        match self._last:
+def _merged(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
+    """The events, each with more of the same that follows it."""
+    for _, run in itertools.groupby(events, _what_it_is_of):
+        first, *more = run
+        text = "".join(map(_text_of, (first, *more)))
+        match first:
             case TextDelta():
-                self._done.append(TextDelta(text))
+                yield TextDelta(text)
             case ReasoningDelta():
-                self._done.append(ReasoningDelta(text))
+                yield ReasoningDelta(text)
             case ToolCallDelta(index):
-                self._done.append(ToolCallDelta(index, text))
+                yield ToolCallDelta(index, text)
             case ToolCallStart():
-                self._done.append(self._last)
-        self._last = None
+                yield first
 
 
-def _text_of(event: ReplyEvent) -> str | None:
+def _what_it_is_of(event: ReplyEvent) -> object:
+    match event:
+        case ToolCallStart():
+            return event
+        case ToolCallDelta(index):
+            return index
+        case _:
+            return type(event)
+
+
+def _text_of(event: ReplyEvent) -> str:
     match event:
         case TextDelta(text) | ReasoningDelta(text) | ToolCallDelta(_, text):
             return text
-        case _:
-            return None
-
-
-def _continues(last: ReplyEvent, event: ReplyEvent) -> bool:
-    match last, event:
-        case ToolCallDelta(index), ToolCallDelta(other):
-            return index == other
-        case _:
-            return type(last) is type(event)
+        case ToolCallStart():
+            return ""

@@ -86,7 +86,7 @@ def _call(char: str, sink: CallSink) -> Scan[None]:
     name, char = yield from _name(char, ".-")
     if char != "(":
         raise Malformed
-    sink.named(name)
+    sink.set_name(name)
     sink.write("{")
     seen: set[str] = set()
     char = yield from skip_space()

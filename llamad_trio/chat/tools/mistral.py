@@ -141,6 +141,6 @@ def _named(char: str, sink: CallSink) -> Scan[None]:
     char = yield from skip_space()
     if char != "{":
         raise Malformed
-    sink.named("".join(name))
+    sink.set_name("".join(name))
     yield from literal(JSON, char, sink.write)
     sink.end()

@@ -1,91 +1,85 @@
-"""What following a tool call in a reply yields, and the pieces that formats share."""
+"""Where the tool calls in a reply go to, and the pieces that formats share."""
 
 from __future__ import annotations
 
 import json
-
-import attrs
+from collections.abc import Callable
 
 from llamad_trio.chat.tools.literal import JSON, Malformed, Scan, literal, skip_space
-
-
-@attrs.frozen
-class CallStart:
-    """A call's name is known; its id is `None` when the model gives none."""
-
-    name: str
-    id: str | None
-
-
-@attrs.frozen
-class CallArguments:
-    """More of a call's arguments, as JSON text."""
-
-    text: str
-
-
-@attrs.frozen
-class CallEnd:
-    """The call is complete."""
-
-
-CallPart = CallStart | CallArguments | CallEnd
+from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.events import ReplyEvent, ToolCallDelta, ToolCallStart
+from llamad_trio.core.tools import JsonObject, ToolCall
 
 
 class CallSink:
     """Where a format puts the calls it finds, in whatever order their parts come.
 
-    `open` is true from a call's first character, the opening marker's when it
-    is the first, to its last.
+    Args:
+        new_id: gives the id of a call that the model has given none.
+        tell: is told of each call while it comes.
+
+    Attributes:
+        calls: those that are complete.
+        id: of the call that has begun, if the model gives one.
+        is_open: true from a call's first character, the opening marker's when it is the
+            first, to its last.
     """
 
-    __slots__ = ("_early", "_late_id", "_started", "id", "name", "open", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[CallPart] = []
-        self.open = True
-        self._clear()
-
-    def _clear(self) -> None:
-        self.name: str | None = None
-        self.id: str | None = None
-        self._early: list[str] = []
-        self._started = False
-        self._late_id = False
+    def __init__(self, new_id: Callable[[], str], tell: Callable[[ReplyEvent], None]) -> None:
+        self._new_id = new_id
+        self._tell = tell
+        self.calls: list[ToolCall] = []
+        self.begin()
+        self.is_open = False
 
     def begin(self, *, late_id: bool = False) -> None:
         """A call begins.  With `late_id` it is told only at its end, when the id is known."""
-        self._clear()
+        self.id: str | None = None
+        self.is_open = True
         self._late_id = late_id
-        self.open = True
+        self._name: str | None = None
+        self._arguments: list[str] = []
+        self._is_told = False
 
-    def named(self, name: str) -> None:
-        """The call's name is complete."""
-        self.name = name
+    def set_name(self, name: str) -> None:
+        """The call's name is complete.  Raises `Malformed` when no tool can have it."""
+        self._name = name
         if not self._late_id:
-            self._start()
+            self._tell_start()
 
     def write(self, text: str) -> None:
         """More of the call's arguments, as JSON text."""
-        if self._started:
-            self.parts.append(CallArguments(text))
-        else:
-            self._early.append(text)
+        self._arguments.append(text)
+        if self._is_told:
+            self._tell(ToolCallDelta(len(self.calls), text))
 
     def end(self) -> None:
-        """The call is complete.  Raises `Malformed` when it has no name or no arguments."""
-        if not self._started:
-            self._start()
-        self.parts.append(CallEnd())
-        self.open = False
+        """The call is complete.  Raises `Malformed` when it has no name, or cannot be kept."""
+        if not self._is_told:
+            self._tell_start()
+        try:
+            arguments = json.loads("".join(self._arguments))
+        except (ValueError, RecursionError):
+            raise Malformed from None
+        self.calls.append(self._call(arguments))
+        self.is_open = False
 
-    def _start(self) -> None:
-        if self.name is None:
+    def _tell_start(self) -> None:
+        if self.id is None:
+            self.id = self._new_id()
+        call = self._call({})
+        self._is_told = True
+        self._tell(ToolCallStart(len(self.calls), call.id, call.name))
+        if self._arguments:
+            self._tell(ToolCallDelta(len(self.calls), "".join(self._arguments)))
+
+    def _call(self, arguments: JsonObject) -> ToolCall:
+        if self.id is None or self._name is None:
             raise Malformed
-        self._started = True
-        self.parts.append(CallStart(self.name, self.id))
-        if self._early:
-            self.parts.append(CallArguments("".join(self._early)))
+        try:
+            return ToolCall(self.id, self._name, arguments)
+        except ProtocolError:
+            raise Malformed from None
 
 
 def expect(text: str) -> Scan[None]:
@@ -147,7 +141,7 @@ def _field(key: str, sink: CallSink, late_id: bool) -> Scan[None]:
     value = yield from _text()
     match key:
         case "name":
-            sink.named(value)
+            sink.set_name(value)
         case "id":
             sink.id = value
         case _ if value != "function":
