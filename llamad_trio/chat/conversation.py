@@ -97,32 +97,37 @@ class Chat:
         about_tools = tools or _are_about_tools(request.history)
         tool_format = self._format(request) if about_tools else None
         prompt = self._render(request, tools, tool_format, sentinel, limits)
+        return self._turn(request, prompt, tools, tool_format if tools else None)
+
+    def _turn(
+        self, request: Request, prompt: str, tools: Sequence[Tool], tool_format: ToolFormat | None
+    ) -> Turn:
+        """How the reply to a prompt is constrained and read."""
         reasoning = self._reasoning
         last_tag = None if reasoning is None else reasoning.end_of(prompt)
-        in_reasoning = reasoning is not None and last_tag == reasoning.open
-        after = reasoning.close if reasoning is not None and in_reasoning else None
-        if tool_format is not None and tools:
+        after = reasoning.close if reasoning is not None and last_tag == reasoning.open else None
+        reasoning_tokens = self._reasoning_tokens()
+        if tool_format is None:
+            constraint = _constraint(request, after)
+            if constraint is not None and after is None:
+                reasoning = None  # what the text must be, it is as a whole
+        else:
             grammar = tool_format.grammar(
                 tools,
                 choice=request.tool_choice,
                 parallel=request.parallel_tool_calls,
                 marker=self._marker,
                 reasoning=reasoning if last_tag is None else None,
-                free=[self._marker(tag) for tag in self._reasoning_tokens()],
+                free=[self._marker(tag) for tag in reasoning_tokens],
             )
-            constraint: Constraint | None = Constraint("lark", grammar, after)
-        else:
-            tool_format = None
-            constraint = _constraint(request, after)
-            if constraint is not None and not in_reasoning:
-                reasoning = None  # what the text must be, it is as a whole
-        markers = (*self._reasoning_tokens(), *(tool_format.markers if tool_format else ()))
+            constraint = Constraint("lark", grammar, after)
+        markers = (*reasoning_tokens, *(tool_format.markers if tool_format else ()))
         return Turn(
             prompt=prompt,
             constraint=constraint,
             visible=frozenset(self._control[m] for m in markers if m in self._control),
             reasoning=reasoning,
-            in_reasoning=in_reasoning,
+            in_reasoning=after is not None,
             tool_format=tool_format,
         )
 
@@ -142,37 +147,12 @@ class Chat:
         messages = list(messages)
         if self._tool_format is None and _are_about_tools(messages):
             raise _no_tools()
-        return self._filled_in(
+        return self._render_template(
             self._dicts(self._guarded(messages, sentinel)),
             sentinel,
             limits,
             add_generation_prompt=add_generation_prompt,
         )
-
-    def _guarded(self, messages: Iterable[Message], sentinel: str) -> list[Message]:
-        return [self._guard.message(message, sentinel) for message in messages]
-
-    def _dicts(self, messages: Iterable[Message]) -> list[dict[str, object]]:
-        calls_as = None if self._reads_calls else self._tool_format
-        return [message_dict(message, calls_as=calls_as) for message in messages]
-
-    def _filled_in(
-        self,
-        messages: Sequence[dict[str, object]],
-        sentinel: str,
-        limits: RenderLimits,
-        *,
-        add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        """The template's text, with the sentinel also where it wrote that as Python and JSON
-        escape it."""
-        if isinstance(self._template, LlamadError):
-            raise copy.copy(self._template)
-        text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, limits=limits, **variables
-        )
-        return text.replace(ascii(sentinel)[1:-1], sentinel)
 
     def _render(
         self,
@@ -182,21 +162,39 @@ class Chat:
         sentinel: str,
         limits: RenderLimits,
     ) -> str:
+        if taken := RESERVED & request.template_vars.keys():
+            raise ProtocolError(f"template_vars cannot set {', '.join(sorted(taken))}")
+        variables = dict(self._guard.data(request.template_vars, sentinel))
         guarded = self._guarded(request.messages, sentinel)
         tools = [self._guard.tool(tool, sentinel) for tool in tools]
-        variables = self._variables(request, sentinel)
         if tool_format is not None and tool_format is not self._tool_format:
             messages = plain_messages(guarded, tools, tool_format)
         else:
             messages = self._dicts(guarded)
             if tools:
                 variables["tools"] = [tool_dict(tool) for tool in tools]
-        return self._filled_in(messages, sentinel, limits, **variables)
+        return self._render_template(messages, sentinel, limits, **variables)
 
-    def _variables(self, request: Request, sentinel: str) -> dict[str, Any]:
-        if taken := RESERVED & request.template_vars.keys():
-            raise ProtocolError(f"template_vars cannot set {', '.join(sorted(taken))}")
-        return dict(self._guard.data(request.template_vars, sentinel))
+    def _guarded(self, messages: Iterable[Message], sentinel: str) -> list[Message]:
+        return [self._guard.message(message, sentinel) for message in messages]
+
+    def _dicts(self, messages: Iterable[Message]) -> list[dict[str, object]]:
+        calls_as = None if self._reads_calls else self._tool_format
+        return [message_dict(message, calls_as=calls_as) for message in messages]
+
+    def _render_template(
+        self,
+        messages: Sequence[dict[str, object]],
+        sentinel: str,
+        limits: RenderLimits,
+        **variables: Any,
+    ) -> str:
+        """The template's text, with the sentinel also where it wrote that as Python and JSON
+        escape it."""
+        if isinstance(self._template, LlamadError):
+            raise copy.copy(self._template)
+        text = self._template.render(messages, limits=limits, **variables)
+        return text.replace(ascii(sentinel)[1:-1], sentinel)
 
     def _format(self, request: Request) -> ToolFormat:
         """The syntax the request names, else the template's own."""
