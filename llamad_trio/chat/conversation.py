@@ -212,7 +212,7 @@ class Chat:
         return [tag for tag in (tags.open, tags.close) if tag in self._control]
 
     def _marker(self, text: str) -> str:
-        """A marker as a Lark expression; see `chat.tools.base.Marker`."""
+        """A marker as a Lark expression; see `chat.tools.lark.Marker`."""
         token = self._control.get(text)
         return quoted(text) if token is None else f"<[{token}]>"
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llamad_trio.chat.reasoning import ReasoningTags
-from llamad_trio.chat.tools.lark import TEXT, Grammar, chosen
+from llamad_trio.chat.tools.lark import TEXT, LarkRules, Marker, tools_of_choice
 from llamad_trio.chat.tools.literal import Scan
 from llamad_trio.chat.tools.scan import CallSink
 from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
-
-Marker = Callable[[str], str]
-"""Gives a marker's text as a Lark expression.
-
-That is a token reference (`<[151657]>`) for what is a control token of the vocabulary
-(to llguidance, which decides it for itself), and else the text as a JSON string.
-"""
 
 _EXAMPLE = ToolCall("a1b2c3d4e", "tool_name", {"argument_name": "value"})
 
@@ -103,30 +96,28 @@ class ToolFormat(ABC):
             ProtocolError: no such tool, or a schema that is not of an object.
             UnsupportedFeature: a schema that this format cannot express.
         """
-        rules = Grammar()
-        calls = self._calls(rules, chosen(tools, choice), parallel=parallel, marker=marker)
+        rules = LarkRules(marker)
+        calls = self._calls(rules, tools_of_choice(tools, choice), parallel=parallel)
         rules.rule("calls", calls)
-        opener = marker(self.opener)
         if choice == "auto":
-            start = self._text_or_calls(rules, opener, parallel=parallel, free=free)
+            start = self._text_or_calls(rules, parallel=parallel, free=free)
         else:
-            start = self._only_calls(opener, parallel=parallel)
+            start = self._only_calls(rules, parallel=parallel)
             if reasoning is not None:
-                start = f"{_reasoning_or_nothing(rules, reasoning, marker)} {start}"
+                start = f"{_reasoning_or_nothing(rules, reasoning)} {start}"
         return rules.source(start)
 
-    def _only_calls(self, opener: str, *, parallel: bool) -> str:
-        """Return the expression of a reply that is calls; `opener` is that of the marker."""
+    def _only_calls(self, rules: LarkRules, *, parallel: bool) -> str:
+        """Return the expression of a reply that is calls."""
+        opener = rules.marker(self.opener)
         more = ""
         if parallel and self._between is not None:
             more = f" ({self._between} {opener} calls)*"
         return f"{opener} calls{more}"
 
-    def _text_or_calls(
-        self, rules: Grammar, opener: str, *, parallel: bool, free: Sequence[str]
-    ) -> str:
+    def _text_or_calls(self, rules: LarkRules, *, parallel: bool, free: Sequence[str]) -> str:
         """Return the expression of a reply that may be text, calls, or both."""
-        marked = rules.text_up_to(opener, self.opener, "marked")
+        marked = rules.text_up_to(self.opener, "marked")
         extra = "".join(f" | {TEXT} {symbol}" for symbol in free)
         if parallel:
             rules.rule("part", f"{marked} calls{extra}")
@@ -135,13 +126,11 @@ class ToolFormat(ABC):
         return f"{thought}({TEXT} | {marked} calls)"
 
     @abstractmethod
-    def _calls(
-        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
-    ) -> str:
+    def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the expression of what follows an opening marker."""
 
 
-def _reasoning_or_nothing(rules: Grammar, tags: ReasoningTags, marker: Marker) -> str:
-    thought = rules.text_up_to(marker(tags.close), tags.close, "thought")
+def _reasoning_or_nothing(rules: LarkRules, tags: ReasoningTags) -> str:
+    thought = rules.text_up_to(tags.close, "thought")
     rules.rule("SPACE", r"/[ \t\r\n]{1,4}/")  # small models never stop writing it
-    return f"({marker(tags.open)} {thought} SPACE?)?"
+    return f"({rules.marker(tags.open)} {thought} SPACE?)?"

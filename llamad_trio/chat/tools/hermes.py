@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from llamad_trio.chat.tools.base import Marker, ToolFormat
-from llamad_trio.chat.tools.lark import Grammar, call_object, one_of, quoted
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.lark import LarkRules, call_object, one_of, quoted
 from llamad_trio.chat.tools.literal import Scan, skip_space
 from llamad_trio.chat.tools.scan import CallSink, expect_after_space, json_call
 from llamad_trio.chat.tools.writing import json_text
@@ -48,9 +48,7 @@ class Hermes(ToolFormat):
     def write_result(self, message: Message) -> str:
         return f"<tool_response>\n{message.content}\n</tool_response>"
 
-    def _calls(
-        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
-    ) -> str:
+    def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         rules.rule("object", one_of(call_object(tool, "arguments") for tool in tools))
         closed = quoted("}\n")
-        return f'"\\n" object {closed} {marker("</tool_call>")}'
+        return f'"\\n" object {closed} {rules.marker("</tool_call>")}'

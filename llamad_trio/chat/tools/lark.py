@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llamad_trio.constraints.constraint import JSON_STYLE
 from llamad_trio.core.errors import ProtocolError
@@ -11,6 +11,13 @@ from llamad_trio.core.tools import JsonObject, Tool
 
 TEXT = "TEXT"
 """The terminal of free text: anything but control tokens."""
+
+Marker = Callable[[str], str]
+"""Gives a marker's text as an expression.
+
+That is a token reference (`<[151657]>`) for what is a control token of the vocabulary
+(to llguidance, which decides it for itself), and else the text as a JSON string.
+"""
 
 _SHAPING = ("$ref", "allOf", "anyOf", "oneOf", "additionalProperties", "patternProperties")
 """Keywords by which an object may have properties that `properties` does not name."""
@@ -26,7 +33,7 @@ def json_expr(schema: JsonObject) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
 
 
-def chosen(tools: Sequence[Tool], choice: str) -> Sequence[Tool]:
+def tools_of_choice(tools: Sequence[Tool], choice: str) -> Sequence[Tool]:
     """Return the tools that `choice` (`"auto"`, `"required"` or a name) leaves.
 
     Raises `ProtocolError` when there are none.
@@ -68,10 +75,15 @@ def one_of(options: Iterable[str]) -> str:
     return "\n    | ".join(options)
 
 
-class Grammar:
-    """Rules, as they are found to be needed."""
+class LarkRules:
+    """Rules, as they are found to be needed.
 
-    def __init__(self) -> None:
+    Args:
+        marker: gives a marker's text as an expression.
+    """
+
+    def __init__(self, marker: Marker) -> None:
+        self.marker = marker
         self._rules: dict[str, str] = {}
 
     def rule(self, name: str, body: str, *, options: str = "") -> str:
@@ -83,12 +95,13 @@ class Grammar:
         """The terminal of free text."""
         return self.rule(TEXT, r"/(.|\n)*/")
 
-    def text_up_to(self, marker: str, text: str, name: str) -> str:
-        """Free text up to the first `marker`, an expression, whose text is `text`.
+    def text_up_to(self, text: str, name: str) -> str:
+        """Free text up to the first marker of this text.
 
         A model can also spell out what is a control token.  Who reads the reply
         cannot tell, so the grammar does not, either.  `name` is for its rules.
         """
+        marker = self.marker(text)
         spelt = self.rule(f"{name}_spelt", f"{self.text()} {quoted(text)}", options="[lazy]")
         if marker == quoted(text):
             return spelt

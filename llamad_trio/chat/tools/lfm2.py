@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from llamad_trio.chat.tools.base import Marker, ToolFormat
-from llamad_trio.chat.tools.lark import Grammar, arguments_schema, one_of, quoted
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.lark import LarkRules, arguments_schema, one_of, quoted
 from llamad_trio.chat.tools.literal import PYTHON, Malformed, Scan, literal, skip_space
 from llamad_trio.chat.tools.python_schema import PythonSchema
 from llamad_trio.chat.tools.scan import CallSink, expect_after_space
@@ -59,16 +59,14 @@ class Lfm2(ToolFormat):
     def write_result(self, message: Message) -> str:
         return f"<|tool_response_start|>{message.content}<|tool_response_end|>"
 
-    def _calls(
-        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
-    ) -> str:
+    def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         objects: list[str] = []
         for index, tool in enumerate(tools):
             schema = PythonSchema(rules, f"tool{index}", tool.name, arguments_schema(tool))
             objects.append(f'{quoted(tool.name + "(")} {schema.arguments()} ")"')
         rules.rule("call", one_of(objects))
         more = ' (", " call)*' if parallel else ""
-        return f'"[" call{more} "]" {marker(_END)}'
+        return f'"[" call{more} "]" {rules.marker(_END)}'
 
 
 def _write_call(call: ToolCall) -> str:

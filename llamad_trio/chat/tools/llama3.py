@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from llamad_trio.chat.tools.base import Marker, ToolFormat
-from llamad_trio.chat.tools.lark import Grammar, call_object, one_of, quoted
+from llamad_trio.chat.tools.base import ToolFormat
+from llamad_trio.chat.tools.lark import LarkRules, call_object, one_of, quoted
 from llamad_trio.chat.tools.literal import Malformed, Scan, skip_space
 from llamad_trio.chat.tools.scan import CallSink, json_call
 from llamad_trio.chat.tools.writing import json_text
@@ -55,12 +55,11 @@ class Llama3(ToolFormat):
     def write_result(self, message: Message) -> str:
         return json.dumps({"output": message.content}, ensure_ascii=False)
 
-    def _only_calls(self, opener: str, *, parallel: bool) -> str:
-        return f"{opener}? calls"
+    def _only_calls(self, rules: LarkRules, *, parallel: bool) -> str:
+        return f"{rules.marker(self.opener)}? calls"
 
-    def _text_or_calls(
-        self, rules: Grammar, opener: str, *, parallel: bool, free: Sequence[str]
-    ) -> str:
+    def _text_or_calls(self, rules: LarkRules, *, parallel: bool, free: Sequence[str]) -> str:
+        opener = rules.marker(self.opener)
         # Text begins with no brace.  Behind a marker inside it, it may.
         rules.rule("BEGUN", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
         spelt = rules.rule("spelt", f"BEGUN {quoted(self.opener)}", options="[lazy]")
@@ -68,8 +67,6 @@ class Llama3(ToolFormat):
         thought = f"({' | '.join(f'BEGUN {symbol}' for symbol in free)})* " if free else ""
         return f"{thought}(BEGUN | calls | {marked} calls)"
 
-    def _calls(
-        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
-    ) -> str:
+    def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         rules.rule("object", one_of(call_object(tool, "parameters") for tool in tools))
         return 'object "}" ("; " object "}")*' if parallel else 'object "}"'

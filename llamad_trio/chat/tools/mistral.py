@@ -9,9 +9,9 @@ from typing import Literal
 
 import attrs
 
-from llamad_trio.chat.tools.base import Marker, ToolFormat
+from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.lark import (
-    Grammar,
+    LarkRules,
     arguments_schema,
     call_object,
     json_expr,
@@ -90,9 +90,7 @@ class Mistral(ToolFormat):
     def write_result(self, message: Message) -> str:
         return f"[TOOL_RESULTS]{message.content}[/TOOL_RESULTS]"
 
-    def _calls(
-        self, rules: Grammar, tools: Sequence[Tool], *, parallel: bool, marker: Marker
-    ) -> str:
+    def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         rules.rule("ID", "/[A-Za-z0-9]{9}/")
         if self.style == "list":
             rules.rule("object", one_of(call_object(tool, "arguments") for tool in tools))
@@ -100,9 +98,9 @@ class Mistral(ToolFormat):
             more = ' (", " call)*' if parallel else ""
             # SentencePiece vocabularies begin every text with a space.
             return f'/ ?\\[/ call{more} "]"'
-        id_ = f"{marker(_ID)} ID " if self.style == "args with id" else ""
+        id_ = f"{rules.marker(_ID)} ID " if self.style == "args with id" else ""
         return one_of(
-            f"{quoted(tool.name)} {id_}{marker(_ARGS)} {json_expr(arguments_schema(tool))}"
+            f"{quoted(tool.name)} {id_}{rules.marker(_ARGS)} {json_expr(arguments_schema(tool))}"
             for tool in tools
         )
 

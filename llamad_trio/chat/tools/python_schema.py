@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llamad_trio.chat.tools.lark import Grammar, json_expr, quoted
+from llamad_trio.chat.tools.lark import LarkRules, json_expr, quoted
 from llamad_trio.chat.tools.writing import json_text, python_text
 from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.tools import JsonObject
@@ -40,7 +40,7 @@ class PythonSchema:
         schema: of its arguments.
     """
 
-    def __init__(self, rules: Grammar, prefix: str, tool: str, schema: JsonObject) -> None:
+    def __init__(self, rules: LarkRules, prefix: str, tool: str, schema: JsonObject) -> None:
         self._rules = rules
         self._prefix = prefix
         self._tool = tool
