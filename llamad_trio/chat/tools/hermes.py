@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
 import attrs
 
 from llamad_trio.chat.tools.base import ToolFormat
-from llamad_trio.chat.tools.lark import LarkRules, call_object, one_of, quoted
+from llamad_trio.chat.tools.lark import LarkRules, call_expr, one_of, quoted
 from llamad_trio.chat.tools.literal import Scan, skip_space
 from llamad_trio.chat.tools.scan import CallSink, expect_after_space, json_call
-from llamad_trio.chat.tools.writing import json_text
+from llamad_trio.chat.tools.writing import call_object
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -40,15 +39,13 @@ class Hermes(ToolFormat):
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(
-            f'<tool_call>\n{{"name": {json.dumps(call.name)}, '
-            f'"arguments": {json_text(call.arguments)}}}\n</tool_call>'
-            for call in calls
+            f"<tool_call>\n{call_object(call, 'arguments')}}}\n</tool_call>" for call in calls
         )
 
     def write_result(self, message: Message) -> str:
         return f"<tool_response>\n{message.content}\n</tool_response>"
 
     def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
-        rules.rule("object", one_of(call_object(tool, "arguments") for tool in tools))
+        rules.rule("object", one_of(call_expr(tool, "arguments") for tool in tools))
         closed = quoted("}\n")
         return f'"\\n" object {closed} {rules.marker("</tool_call>")}'

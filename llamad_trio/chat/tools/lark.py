@@ -64,9 +64,9 @@ def arguments_schema(tool: Tool) -> JsonObject:
     return schema
 
 
-def call_object(tool: Tool, key: str) -> str:
-    """A JSON object of the tool's name and, under `key`, its arguments; without its last brace."""
-    name_first = f'{{"name": "{tool.name}", "{key}": '
+def call_expr(tool: Tool, arguments_key: str) -> str:
+    """What `call_object` may write of calls of the tool."""
+    name_first = f'{{"name": "{tool.name}", "{arguments_key}": '
     return f"{quoted(name_first)} {json_expr(arguments_schema(tool))}"
 
 
@@ -95,17 +95,18 @@ class LarkRules:
         """The terminal of free text."""
         return self.rule(TEXT, r"/(.|\n)*/")
 
-    def text_up_to(self, text: str, name: str) -> str:
-        """Free text up to the first marker of this text.
+    def text_up_to(self, text: str, name: str, before: str = TEXT) -> str:
+        """Free text, by the terminal `before`, up to the first marker of this text.
 
         A model can also spell out what is a control token.  Who reads the reply
-        cannot tell, so the grammar does not, either.  `name` is for its rules.
+        cannot tell, so the grammar does not, either.  `name` is for the rules.
         """
+        self.text()
         marker = self.marker(text)
-        spelt = self.rule(f"{name}_spelt", f"{self.text()} {quoted(text)}", options="[lazy]")
+        spelt = self.rule(f"{name}_spelt", f"{before} {quoted(text)}", options="[lazy]")
         if marker == quoted(text):
             return spelt
-        return self.rule(name, f"{TEXT} {marker} | {spelt}")
+        return self.rule(name, f"{before} {marker} | {spelt}")
 
     def source(self, start: str) -> str:
         """The complete grammar, which begins with the expression `start`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 import attrs
 
@@ -11,7 +12,7 @@ from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.lark import LarkRules, arguments_schema, one_of, quoted
 from llamad_trio.chat.tools.literal import PYTHON, Malformed, Scan, literal, skip_space
 from llamad_trio.chat.tools.python_schema import PythonSchema
-from llamad_trio.chat.tools.scan import CallSink, expect_after_space
+from llamad_trio.chat.tools.scan import CallSink, expect_after_space, listed, take_while
 from llamad_trio.chat.tools.writing import python_text
 from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.request import Message
@@ -44,13 +45,7 @@ class Lfm2(ToolFormat):
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:
         if (yield from skip_space()) != "[":
             raise Malformed
-        while True:
-            yield from _call((yield from skip_space()), sink)
-            char = yield from skip_space()
-            if char == "]":
-                break
-            if char != ",":
-                raise Malformed
+        yield from listed(partial(_scan_call, sink=sink))
         yield from expect_after_space(_END)
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str:
@@ -79,9 +74,9 @@ def _write_call(call: ToolCall) -> str:
     return f"{call.name}({', '.join(arguments)})"
 
 
-def _call(char: str, sink: CallSink) -> Scan[None]:
+def _scan_call(char: str, sink: CallSink) -> Scan[None]:
     sink.begin()
-    name, char = yield from _name(char, ".-")
+    name, char = yield from take_while(_is_of_function_name, char, _MAX_NAME_CHARS)
     if char != "(":
         raise Malformed
     sink.set_name(name)
@@ -89,7 +84,7 @@ def _call(char: str, sink: CallSink) -> Scan[None]:
     seen: set[str] = set()
     char = yield from skip_space()
     while char != ")":
-        name, char = yield from _name(char, "")
+        name, char = yield from take_while(_is_of_name, char, _MAX_NAME_CHARS)
         if (yield from skip_space(char)) != "=" or not name.isidentifier() or name in seen:
             raise Malformed
         sink.write(f"{', ' if seen else ''}{json.dumps(name, ensure_ascii=False)}: ")
@@ -104,10 +99,9 @@ def _call(char: str, sink: CallSink) -> Scan[None]:
     sink.end()
 
 
-def _name(char: str, others: str) -> Scan[tuple[str, str]]:
-    """Return a name that begins with `char`, and the character after it."""
-    chars: list[str] = []
-    while (f"x{char}".isidentifier() or char in others) and len(chars) < _MAX_NAME_CHARS:
-        chars.append(char)
-        char = yield
-    return "".join(chars), char
+def _is_of_name(char: str) -> bool:
+    return f"x{char}".isidentifier()
+
+
+def _is_of_function_name(char: str) -> bool:
+    return _is_of_name(char) or char in ".-"

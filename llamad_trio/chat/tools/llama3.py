@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import attrs
 
 from llamad_trio.chat.tools.base import ToolFormat
-from llamad_trio.chat.tools.lark import LarkRules, call_object, one_of, quoted
+from llamad_trio.chat.tools.lark import LarkRules, call_expr, one_of
 from llamad_trio.chat.tools.literal import Malformed, Scan, skip_space
 from llamad_trio.chat.tools.scan import CallSink, json_call
-from llamad_trio.chat.tools.writing import json_text
+from llamad_trio.chat.tools.writing import call_object
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -47,10 +47,7 @@ class Llama3(ToolFormat):
             yield from json_call((yield from skip_space()), sink)
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str:
-        return "; ".join(
-            f'{{"name": {json.dumps(call.name)}, "parameters": {json_text(call.arguments)}}}'
-            for call in calls
-        )
+        return "; ".join(call_object(call, "parameters") + "}" for call in calls)
 
     def write_result(self, message: Message) -> str:
         return json.dumps({"output": message.content}, ensure_ascii=False)
@@ -59,14 +56,12 @@ class Llama3(ToolFormat):
         return f"{rules.marker(self.opener)}? calls"
 
     def _text_or_calls(self, rules: LarkRules, *, parallel: bool, free: Sequence[str]) -> str:
-        opener = rules.marker(self.opener)
         # Text begins with no brace.  Behind a marker inside it, it may.
         rules.rule("BEGUN", r"/[ \t\r\n]*([^ \t\r\n{](.|\n)*)?/")
-        spelt = rules.rule("spelt", f"BEGUN {quoted(self.opener)}", options="[lazy]")
-        marked = spelt if opener == quoted(self.opener) else f"(BEGUN {opener} | {spelt})"
+        marked = rules.text_up_to(self.opener, "marked", "BEGUN")
         thought = f"({' | '.join(f'BEGUN {symbol}' for symbol in free)})* " if free else ""
         return f"{thought}(BEGUN | calls | {marked} calls)"
 
     def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
-        rules.rule("object", one_of(call_object(tool, "parameters") for tool in tools))
+        rules.rule("object", one_of(call_expr(tool, "parameters") for tool in tools))
         return 'object "}" ("; " object "}")*' if parallel else 'object "}"'

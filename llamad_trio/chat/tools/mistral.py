@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -13,14 +13,14 @@ from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.lark import (
     LarkRules,
     arguments_schema,
-    call_object,
+    call_expr,
     json_expr,
     one_of,
     quoted,
 )
 from llamad_trio.chat.tools.literal import JSON, Malformed, Scan, literal, skip_space
-from llamad_trio.chat.tools.scan import CallSink, expect, json_call
-from llamad_trio.chat.tools.writing import json_text
+from llamad_trio.chat.tools.scan import CallSink, expect, json_call, listed, take_while
+from llamad_trio.chat.tools.writing import call_object, json_text
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -71,14 +71,15 @@ class Mistral(ToolFormat):
 
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:
         char = yield from skip_space()
-        yield from _list(sink) if char == "[" else _named(char, sink)
+        if char == "[":
+            yield from listed(partial(json_call, sink=sink, late_id=True))
+        else:
+            yield from _scan_named_call(char, sink)
 
     def write_calls(self, calls: Sequence[ToolCall]) -> str:
         if self.style == "list":
             objects = (
-                f'{{"name": {json.dumps(call.name)}, "arguments": {json_text(call.arguments)}, '
-                f'"id": {json_text(call.id)}}}'
-                for call in calls
+                f'{call_object(call, "arguments")}, "id": {json_text(call.id)}}}' for call in calls
             )
             return f"{_CALLS}[{', '.join(objects)}]"
         return "".join(
@@ -93,7 +94,7 @@ class Mistral(ToolFormat):
     def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         rules.rule("ID", "/[A-Za-z0-9]{9}/")
         if self.style == "list":
-            rules.rule("object", one_of(call_object(tool, "arguments") for tool in tools))
+            rules.rule("object", one_of(call_expr(tool, "arguments") for tool in tools))
             rules.rule("call", r'object ", \"id\": \"" ID "\"}"')
             more = ' (", " call)*' if parallel else ""
             # SentencePiece vocabularies begin every text with a space.
@@ -105,40 +106,31 @@ class Mistral(ToolFormat):
         )
 
 
-def _list(sink: CallSink) -> Scan[None]:
-    while True:
-        yield from json_call((yield from skip_space()), sink, late_id=True)
-        char = yield from skip_space()
-        if char == "]":
-            return
-        if char != ",":
-            raise Malformed
-
-
-def _named(char: str, sink: CallSink) -> Scan[None]:
+def _scan_named_call(char: str, sink: CallSink) -> Scan[None]:
     sink.begin()
-    name: list[str] = []
-    while _NAME_CHARS.fullmatch(char) and len(name) < _MAX_NAME_CHARS:
-        name.append(char)
-        char = yield
-    if char != "[":
-        raise Malformed
-    char = yield
+    name, char = yield from take_while(_is_of_name, char, _MAX_NAME_CHARS)
+    char = yield from _scan_bracket(char)
     if char == _ID[1]:
         yield from expect(_ID[2:])
-        digits: list[str] = []
-        while (char := (yield)).isalnum() and len(digits) < _MAX_NAME_CHARS:
-            digits.append(char)
-        sink.id = "".join(digits)
-        if char != "[":
-            raise Malformed
-        char = yield
+        sink.id, char = yield from take_while(str.isalnum, (yield), _MAX_NAME_CHARS)
+        char = yield from _scan_bracket(char)
     if char != _ARGS[1]:
         raise Malformed
     yield from expect(_ARGS[2:])
     char = yield from skip_space()
     if char != "{":
         raise Malformed
-    sink.set_name("".join(name))
+    sink.set_name(name)
     yield from literal(JSON, char, sink.write)
     sink.end()
+
+
+def _scan_bracket(char: str) -> Scan[str]:
+    """Follow `char`, which must open a marker; return the character after it."""
+    if char != "[":
+        raise Malformed
+    return (yield)
+
+
+def _is_of_name(char: str) -> bool:
+    return _NAME_CHARS.fullmatch(char) is not None

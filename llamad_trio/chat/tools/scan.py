@@ -96,6 +96,28 @@ def expect_after_space(text: str) -> Scan[None]:
     yield from expect(text[1:])
 
 
+def take_while(is_part: Callable[[str], bool], char: str, most: int) -> Scan[tuple[str, str]]:
+    """Return what begins with `char`, of at most so many characters, and the one behind it."""
+    chars: list[str] = []
+    while is_part(char) and len(chars) < most:
+        chars.append(char)
+        char = yield
+    return "".join(chars), char
+
+
+def listed(item: Callable[[str], Scan[None]]) -> Scan[None]:
+    """Follow items with commas between them, up to a closing bracket.
+
+    `item` follows one of which the first character is given.
+    """
+    char = ","
+    while char == ",":
+        yield from item((yield from skip_space()))
+        char = yield from skip_space()
+    if char != "]":
+        raise Malformed
+
+
 def json_call(char: str, sink: CallSink, *, late_id: bool = False) -> Scan[None]:
     """Follow a call that is a JSON object, `char` being what should be its brace.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from llamad_trio.core.tools import Tool
+from llamad_trio.core.tools import Tool, ToolCall
 
 
 def json_text(value: object) -> str:
@@ -26,6 +26,12 @@ def python_text(value: object) -> str:
             return f"{{{', '.join(items)}}}"
         case _:
             return json_text(value)
+
+
+def call_object(call: ToolCall, arguments_key: str) -> str:
+    """Return a call as a JSON object of its name and arguments, without the last brace."""
+    name = json.dumps(call.name)
+    return f'{{"name": {name}, "{arguments_key}": {json_text(call.arguments)}'
 
 
 def tool_dict(tool: Tool) -> dict[str, object]:
