@@ -55,7 +55,7 @@ class Turn:
         return ReplyParser(self.reasoning, self.in_reasoning, self.tool_format, new_id)
 
 
-class Chat:
+class ChatFormat:
     """A model's way to converse: its template, and what that tells of its syntax.
 
     Args:

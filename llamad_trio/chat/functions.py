@@ -40,12 +40,12 @@ _PLAIN_FORMAT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{\w*\})*+")
 # -- checks -------------------------------------------------------------------------------------
 
 
-def _weighed(meter: Meter, *args: object, **kwargs: object) -> None:
+def _check_weight(meter: Meter, *args: object, **kwargs: object) -> None:
     """For what compares, hashes or writes out its arguments."""
     meter.weigh(*args, *kwargs.values())
 
 
-def _multiplied(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
+def _check_product(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
     """For what may search for, strip or insert each argument at each character of `value`.
 
     Alone, one character may become four: `\\x00` for a control character in a list.
@@ -55,7 +55,7 @@ def _multiplied(meter: Meter, value: object, *args: object, **kwargs: object) ->
     meter.check((1 + size) * (4 + more))
 
 
-def _taken_apart(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
+def _check_items(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
     """For what goes through the items or characters of `value`, and may look up names on each."""
     meter.check(_lookups(meter, value, *args, **kwargs))
 
@@ -66,23 +66,23 @@ def _lookups(meter: Meter, value: object, *args: object, **kwargs: object) -> in
     return n_items * (NODE_CHARS + _LOOKUP_CHARS * more)
 
 
-def _sorted(meter: Meter, *args: object, **kwargs: object) -> None:
+def _check_sorting(meter: Meter, *args: object, **kwargs: object) -> None:
     meter.check(_SORT_STEPS * _lookups(meter, *args, **kwargs))
-    _multiplied(meter, *args, **kwargs)
+    _check_product(meter, *args, **kwargs)
 
 
-def _spread(meter: Meter, value: Sized, *args: object, **kwargs: object) -> None:
+def _check_splitting(meter: Meter, value: Sized, *args: object, **kwargs: object) -> None:
     """For what goes through the characters of `value` to find, or to insert, each argument."""
     meter.check(_lookups(meter, value))
-    _multiplied(meter, value, *args, **kwargs)
+    _check_product(meter, value, *args, **kwargs)
     meter.spend(len(value))
 
 
-def _looked_up(meter: Meter, _value: object, *args: object) -> None:
+def _check_key(meter: Meter, _value: object, *args: object) -> None:
     meter.weigh(*args)
 
 
-def _widened(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
+def _check_indenting(meter: Meter, value: object, *args: object, **kwargs: object) -> None:
     """For what may insert each argument, or as many spaces, several times at each item."""
     given = [arg for arg in (*args, *kwargs.values()) if arg is not None]
     width = sum(abs(arg) if isinstance(arg, int) else meter.weigh(arg) for arg in given)
@@ -90,12 +90,12 @@ def _widened(meter: Meter, value: object, *args: object, **kwargs: object) -> No
     meter.check((1 + meter.weigh(value)) * (NODE_CHARS + 2 * width))
 
 
-def _read(_meter: Meter, value: object, *_args: object, **_kwargs: object) -> None:
+def _check_digits(_meter: Meter, value: object, *_args: object, **_kwargs: object) -> None:
     if isinstance(value, str) and len(value) > _MAX_NUMBER_CHARS:
         raise TooLarge("a number is too large")
 
 
-def _computed(_meter: Meter, *values: object) -> None:
+def _check_operands(_meter: Meter, *values: object) -> None:
     if any(isinstance(value, str) for value in values):  # `%` would format them
         raise TypeError("a number is needed, not text")
 
@@ -107,10 +107,10 @@ def is_in(value: object, container: Any) -> bool:
     """`value in container`."""
     meter = current_meter()
     if isinstance(container, str):
-        _multiplied(meter, container, value)
+        _check_product(meter, container, value)
     elif not isinstance(container, dict):
         meter.weigh(container)
-    meter.guard(value)
+    meter.allow_comparing(value)
     return operator.contains(container, value)
 
 
@@ -133,51 +133,53 @@ def _tojson(value: object, ensure_ascii: bool = False, *args: Any, **kwargs: Any
 # -- tables -------------------------------------------------------------------------------------
 
 
-def _metered(function: Function, check: Check) -> Function:
+def _with_check(function: Function, check: Check) -> Function:
     # Jinja passes a context or itself first to functions that are marked so.
     n_passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
-    def metered(*args: object, **kwargs: object) -> object:
+    def checked(*args: object, **kwargs: object) -> object:
         meter = current_meter()
         meter.tick()
         check(meter, *args[n_passed:], **kwargs)
-        return meter.made(function(*args, **kwargs))
+        return meter.count_made(function(*args, **kwargs))
 
-    return metered
+    return checked
 
 
-def _table(source: Mapping[str, Any], names: Mapping[Check | None, str]) -> dict[str, Function]:
+def _with_checks(
+    source: Mapping[str, Any], names: Mapping[Check | None, str]
+) -> dict[str, Function]:
     """The functions with these names, each with its check.
 
     Those with none make nothing, and look at types, lengths or one item only.
     """
     return {
-        name: source[name] if check is None else _metered(source[name], check)
+        name: source[name] if check is None else _with_check(source[name], check)
         for check, some in names.items()
         for name in some.split()
     }
 
 
-_TEXT_METHODS = _table(
+_TEXT_METHODS = _with_checks(
     {**vars(str), "format": _format},
     {
-        _multiplied: """
+        _check_product: """
             capitalize count endswith find format index isalnum isalpha isdigit islower isnumeric
             isspace istitle isupper lower lstrip removeprefix removesuffix replace rfind rindex
             rstrip startswith strip swapcase title upper
         """,
-        _spread: "rsplit split splitlines",
+        _check_splitting: "rsplit split splitlines",
     },
 )
-_DICT_METHODS = _table(
+_DICT_METHODS = _with_checks(
     {
         "get": dict.get,
         "items": lambda value: list(value.items()),
         "keys": list,
         "values": lambda value: list(value.values()),
     },
-    {_looked_up: "get", _taken_apart: "items keys values"},
+    {_check_key: "get", _check_items: "items keys values"},
 )
 METHODS: Mapping[type, Mapping[str, Function]] = {
     str: _TEXT_METHODS,
@@ -185,30 +187,30 @@ METHODS: Mapping[type, Mapping[str, Function]] = {
     dict: _DICT_METHODS,
 }
 
-TEMPLATE_FILTERS = _table(
+TEMPLATE_FILTERS = _with_checks(
     {**FILTERS, "join": _join, "tojson": _tojson},
     {
         None: "abs count d default first last length",
-        _multiplied: "capitalize lower replace safe string trim upper",
-        _taken_apart: "items list map reject rejectattr reverse select selectattr title",
-        _sorted: "dictsort max min sort unique",
-        _spread: "join",
-        _widened: "indent tojson",
-        _read: "float int",
+        _check_product: "capitalize lower replace safe string trim upper",
+        _check_items: "items list map reject rejectattr reverse select selectattr title",
+        _check_sorting: "dictsort max min sort unique",
+        _check_splitting: "join",
+        _check_indenting: "indent tojson",
+        _check_digits: "float int",
     },
 )
 
-TEMPLATE_TESTS = _table(
+TEMPLATE_TESTS = _with_checks(
     {**TESTS, "in": is_in},
     {
         None: """
             boolean callable defined false float integer iterable mapping none number sameas
             sequence string true undefined
         """,
-        _weighed: """
+        _check_weight: """
             != < <= == > >= eq equalto filter ge greaterthan gt in le lessthan lower lt ne test
             upper
         """,
-        _computed: "divisibleby even odd",
+        _check_operands: "divisibleby even odd",
     },
 )

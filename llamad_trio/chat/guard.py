@@ -3,7 +3,7 @@
 Only what a template writes itself may become a control token.  So whatever else comes into
 the prompt is searched for the text of such tokens first, and where it is found, a sentinel is
 put inside it: a character that means nothing to anybody.  The prompt is tokenised with it,
-and its tokens are taken out again; see `actors.preprocess`.
+and its tokens are taken out again; see `engine.preprocess`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENTINELS = ("\ufdd0", "\ufdef", "\U0001fffe", "\U0010ffff", "\ue000", "\U000f00
 the text may have it, or a vocabulary a token that joins it to its neighbour."""
 
 
-class _Texts:
+class _TokenTexts:
     """A set of token texts, and how to break them."""
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -40,7 +40,7 @@ class _Texts:
         self._backwards = sorted(text[::-1] for text in self._texts)
         self._longest = max(map(len, self._texts), default=1)
 
-    def broken(self, text: str, sentinel: str) -> str:
+    def break_up(self, text: str, sentinel: str) -> str:
         """The text, with a sentinel in each token's text, and where one may be half of it."""
         if self._candidate is None or not text:
             return text
@@ -84,19 +84,19 @@ class Guard:
     """
 
     def __init__(self, control: Iterable[str], added: Iterable[str] = ()) -> None:
-        self._control = _Texts(text for text in control if len(text) > 1)
-        self._added = _Texts(text for text in added if len(text) > 1)
+        self._control = _TokenTexts(text for text in control if len(text) > 1)
+        self._added = _TokenTexts(text for text in added if len(text) > 1)
 
     def message(self, message: Message, sentinel: str) -> Message:
         """A message, each of its texts broken.  Raises as `data`."""
-        broken = self._control.broken if message.role == "assistant" else self._broken
+        break_up = self._control.break_up if message.role == "assistant" else self._break_up
 
         def optional(text: str | None) -> str | None:
-            return None if text is None else broken(text, sentinel)
+            return None if text is None else break_up(text, sentinel)
 
         return attrs.evolve(
             message,
-            content=broken(message.content, sentinel),
+            content=break_up(message.content, sentinel),
             tool_calls=[self._call(call, sentinel) for call in message.tool_calls],
             tool_call_id=optional(message.tool_call_id),
             name=optional(message.name),
@@ -107,7 +107,7 @@ class Guard:
         """A tool, its description and schema broken.  Raises as `data`."""
         return attrs.evolve(
             tool,
-            description=self._broken(tool.description, sentinel),
+            description=self._break_up(tool.description, sentinel),
             schema=self.data(tool.schema, sentinel),
         )
 
@@ -118,29 +118,30 @@ class Guard:
             ProtocolError: it is nested too deeply.
         """
         try:
-            return self._object(data, sentinel)
+            return self._break_object(data, sentinel)
         except RecursionError:
             raise ProtocolError("there is data that is nested too deeply for a prompt") from None
 
     def _call(self, call: ToolCall, sentinel: str) -> ToolCall:
-        call_id = self._broken(call.id, sentinel)
+        call_id = self._break_up(call.id, sentinel)
         return ToolCall(call_id, call.name, self.data(call.arguments, sentinel))
 
-    def _broken(self, text: str, sentinel: str) -> str:
-        return self._added.broken(self._control.broken(text, sentinel), sentinel)
+    def _break_up(self, text: str, sentinel: str) -> str:
+        return self._added.break_up(self._control.break_up(text, sentinel), sentinel)
 
-    def _object(self, data: JsonObject, sentinel: str) -> JsonObject:
+    def _break_object(self, data: JsonObject, sentinel: str) -> JsonObject:
         return {
-            self._broken(key, sentinel): self._value(value, sentinel) for key, value in data.items()
+            self._break_up(key, sentinel): self._break_value(value, sentinel)
+            for key, value in data.items()
         }
 
-    def _value(self, value: object, sentinel: str) -> object:
+    def _break_value(self, value: object, sentinel: str) -> object:
         match value:
             case str():
-                return self._broken(value, sentinel)
+                return self._break_up(value, sentinel)
             case list():
-                return [self._value(item, sentinel) for item in value]
+                return [self._break_value(item, sentinel) for item in value]
             case Mapping():
-                return self._object(value, sentinel)
+                return self._break_object(value, sentinel)
             case _:
                 return value

@@ -119,7 +119,7 @@ class Meter:
             raise TemplateTimeout(f"the chat template needs more than {n_chars} characters")
         raise TooLarge(f"the values are too large: more than {n_chars} characters")
 
-    def made(self, value: object) -> object:
+    def count_made(self, value: object) -> object:
         """Count `value` and return it, an iterator as a list."""
         match value:
             case str():
@@ -147,13 +147,13 @@ class Meter:
         self.spend(len(text))
         return text
 
-    def joined(self, texts: Iterable[str]) -> str:
+    def join(self, texts: Iterable[str]) -> str:
         """`texts`, as one."""
         texts = list(texts)
         self.spend(sum(map(len, texts)))
         return "".join(texts)
 
-    def guard(self, value: T) -> T:
+    def allow_comparing(self, value: T) -> T:
         """Return `value`, which may now be compared or hashed in one call."""
         if type(value) not in SCALARS:
             self.weigh(value)

@@ -207,7 +207,7 @@ class ReplyParser:
             self._state = _State.BEGINNING
             self._consume("".join(self._lead))
         if self._state is _State.REASONING:
-            self._think(self._closing_tag.take())
+            self._add_reasoning(self._closing_tag.take())
         elif self._state is _State.CALLS:
             if self._sink.is_open:
                 self.unfinished = self._opener + "".join(self._raw)
@@ -216,10 +216,10 @@ class ReplyParser:
             if begun and self._sink.calls:
                 self.unfinished = begun  # after a call, half a marker is half of another
             else:
-                self._answer(begun)
+                self._add_answer(begun)
             space = self._gap.take()
             if not self._drop_before and not self._drop_at_end:
-                self._show(space)
+                self._show_text(space)
         return self._take_events()
 
     def _consume(self, text: str) -> None:
@@ -247,7 +247,7 @@ class ReplyParser:
 
     def _read_reasoning(self, source: _Input) -> None:
         plain, is_closed = self._closing_tag.scan(source)
-        self._think(plain)
+        self._add_reasoning(plain)
         if is_closed:
             self._gap.take()
             self._drop_before = True
@@ -257,7 +257,7 @@ class ReplyParser:
         """The whitespace before the answer, and the character that may make it a call."""
         rest = source.text[source.pos :].lstrip(WHITESPACE)
         start = len(source.text) - len(rest)
-        self._answer(source.text[source.pos : start])
+        self._add_answer(source.text[source.pos : start])
         source.pos = start
         if not rest:
             return
@@ -268,7 +268,7 @@ class ReplyParser:
 
     def _read_text(self, source: _Input) -> None:
         plain, is_opened = self._openers.scan(source)
-        self._answer(plain)
+        self._add_answer(plain)
         if is_opened and self._tool_format is not None:
             self._begin_calls(self._tool_format, self._tool_format.opener)
 
@@ -311,7 +311,7 @@ class ReplyParser:
         """
         opener, raw = self._opener, "".join(self._raw)
         self._leave_calls()
-        self._answer(opener)
+        self._add_answer(opener)
         self._inputs.append(_Input(raw))
 
     def _leave_calls(self) -> None:
@@ -321,7 +321,7 @@ class ReplyParser:
             self._drop_before = not self._text
             self._drop_at_end = True
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         shown = self._gap.push(text)
         if not self._reasoning:
             shown = shown.lstrip(WHITESPACE)
@@ -329,26 +329,26 @@ class ReplyParser:
             self._reasoning.append(shown)
             self._events.append(ReasoningDelta(shown))
 
-    def _answer(self, text: str) -> None:
+    def _add_answer(self, text: str) -> None:
         # Without calls there is no whitespace before them.
         shown = text if self._tool_format is None else self._gap.push(text)
-        self._show(shown.lstrip(WHITESPACE) if self._drop_before else shown)
+        self._show_text(shown.lstrip(WHITESPACE) if self._drop_before else shown)
 
-    def _show(self, text: str) -> None:
+    def _show_text(self, text: str) -> None:
         if text:
             self._drop_before = self._drop_at_end = False
             self._text.append(text)
             self._events.append(TextDelta(text))
 
     def _take_events(self) -> list[ReplyEvent]:
-        events = list(_merged(self._events))
+        events = list(_join_runs(self._events))
         self._events.clear()
         return events
 
 
-def _merged(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
+def _join_runs(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
     """The events, each with more of the same that follows it."""
-    for _, run in itertools.groupby(events, _what_it_is_of):
+    for _, run in itertools.groupby(events, _run_key):
         first, *more = run
         text = "".join(map(_text_of, (first, *more)))
         match first:
@@ -362,7 +362,7 @@ def _merged(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
                 yield first
 
 
-def _what_it_is_of(event: ReplyEvent) -> object:
+def _run_key(event: ReplyEvent) -> object:
     match event:
         case ToolCallStart():
             return event

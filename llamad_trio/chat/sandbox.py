@@ -116,35 +116,35 @@ def _step(value: object) -> object:
 def _slice(value: Any, start: Any, stop: Any, step: Any) -> Any:
     meter = current_meter()
     meter.check(len(value))
-    return meter.made(value[start:stop:step])
+    return meter.count_made(value[start:stop:step])
 
 
 def _join(values: tuple[object, ...]) -> str:
     meter = current_meter()
-    return meter.joined(map(meter.text, values))
+    return meter.join(map(meter.text, values))
 
 
 def _add(values: tuple[Any, ...]) -> Any:
     for value in values:
         if type(value) is not str:
             return functools.reduce(_add_two, values)
-    return current_meter().joined(values)
+    return current_meter().join(values)
 
 
 def _add_two(left: Any, right: Any) -> Any:
     meter = current_meter()
     # What `safe` has marked escapes the other.
     meter.check(5 * sum(len(side) for side in (left, right) if isinstance(side, Sized)))
-    return meter.made(left + right)
+    return meter.count_made(left + right)
 
 
 _REPORTS: dict[str, Function] = {
     "(add)": _add,
-    "(guard)": lambda value: current_meter().guard(value),
+    "(compared)": lambda value: current_meter().allow_comparing(value),
     "(in)": is_in,
     "(join)": _join,
     "(macro)": lambda _value: current_meter().spend(_MACRO_CHARS),
-    "(made)": lambda value: current_meter().made(value),
+    "(made)": lambda value: current_meter().count_made(value),
     "(slice)": _slice,
     "(step)": _step,
 }
@@ -200,7 +200,7 @@ class _Reporting(NodeTransformer):
     visit_Tuple = visit_Dict = visit_List  # noqa: N815
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:  # noqa: N802
-        node.key = _apply("(guard)", node.key)
+        node.key = _apply("(compared)", node.key)
         return self.generic_visit(node)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
@@ -218,8 +218,8 @@ class _Reporting(NodeTransformer):
             found = _apply("(in)", node.expr, operand.expr)
             return found if operand.op == "in" else nodes.Not(found, lineno=node.lineno)
         if not isinstance(operand.expr, nodes.Const):  # where that ends, the comparison does
-            node.expr = _apply("(guard)", node.expr)
-            operand.expr = _apply("(guard)", operand.expr)
+            node.expr = _apply("(compared)", node.expr)
+            operand.expr = _apply("(compared)", operand.expr)
         return node
 
 
@@ -245,7 +245,7 @@ def _namespace(*args: Any, **kwargs: object) -> Namespace:
 
 def _dict(*args: Any, **kwargs: object) -> Any:
     current_meter().weigh(*args)
-    return current_meter().made(dict(*args, **kwargs))
+    return current_meter().count_made(dict(*args, **kwargs))
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -256,7 +256,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """
 
     intercepted_binops = frozenset({"*", "**", "%"})
-    concat = staticmethod(lambda texts: current_meter().joined(texts))
+    concat = staticmethod(lambda texts: current_meter().join(texts))
 
     def __init__(self, functions: dict[str, Callable[..., object]]) -> None:
         super().__init__(
@@ -271,7 +271,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = dict(TEMPLATE_TESTS)
         self.globals = {"dict": _dict, "namespace": _namespace, "range": safe_range, **functions}
 
-    def compiled(self, source: str) -> jinja2.Template:
+    def compile_source(self, source: str) -> jinja2.Template:
         """A template that reports to the current meter."""
         if len(source) > _MAX_SOURCE_CHARS:
             raise TooLarge(f"it is longer than {_MAX_SOURCE_CHARS} characters")
@@ -328,4 +328,4 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise TooLarge("a number is too large")
             case "%", str(), _:
                 raise TypeError("a number is needed, not text")
-        return meter.made(self.binop_table[operator](left, right))
+        return meter.count_made(self.binop_table[operator](left, right))

@@ -66,7 +66,7 @@ class ChatTemplate:
 
     def __attrs_post_init__(self) -> None:
         try:
-            compiled = _SANDBOX.compiled(self.source)
+            compiled = _SANDBOX.compile_source(self.source)
         except Exception as error:
             raise UnsupportedFeature("chat template", _describe(error)) from error
         object.__setattr__(self, "_compiled", compiled)
@@ -99,8 +99,8 @@ class ChatTemplate:
                 "documents": None,
                 "bos_token": self.bos_token,
                 "eos_token": self.eos_token,
-                **{name: _plain(value, name) for name, value in variables.items()},
-                "messages": _plain(messages, "messages"),
+                **{name: _as_json_data(value, name) for name, value in variables.items()},
+                "messages": _as_json_data(messages, "messages"),
                 "add_generation_prompt": add_generation_prompt,
             }
             return self._run(context, limits)
@@ -118,7 +118,7 @@ class ChatTemplate:
         try:
             with metering(limits) as meter:
                 # Not `generate`, which rewrites an error's traceback, frame by frame.
-                return meter.joined(self._compiled.root_render_func(context))
+                return meter.join(self._compiled.root_render_func(context))
         except Exception as error:
             # Whoever keeps the error must not keep the template's values, which may be huge.
             traceback.clear_frames(error.__traceback__)
@@ -127,7 +127,7 @@ class ChatTemplate:
             context.vars.clear()  # macros and the context hold each other
 
 
-def _plain(value: object, where: str) -> object:
+def _as_json_data(value: object, where: str) -> object:
     """Copy `value` into the built-in types of JSON; `where` names it in an error.
 
     Whatever a template could do to it, the caller's data stays as it is; and the caller's

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import outcome
 import trio
 
-from llamad_trio.chat.conversation import Chat, Turn
+from llamad_trio.chat.conversation import ChatFormat, Turn
 from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.meter import FULL, QUICK, RenderLimits, TemplateTimeout
 from llamad_trio.chat.template import ChatTemplate
@@ -100,7 +100,7 @@ class Preprocessor:
         self._outbox = outbox
         self._limiter = trio.CapacityLimiter(MAX_THREADS)
         self._compilers = trio.CapacityLimiter(MAX_THREADS)
-        self._chat = Chat(runtime.facts, template)
+        self._chat = ChatFormat(runtime.facts, template)
 
     @ends_in_order
     async def run(self) -> None:

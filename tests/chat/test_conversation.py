@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 
-from llamad_trio.chat.conversation import RESERVED, Chat, Turn
+from llamad_trio.chat.conversation import RESERVED, ChatFormat, Turn
 from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.meter import FULL
 from llamad_trio.chat.template import ChatTemplate
@@ -62,10 +62,10 @@ FACTS = ModelFacts(
 )
 
 
-def chat(source: str, **facts: Any) -> Chat:
+def chat(source: str, **facts: Any) -> ChatFormat:
     """A model that has this template."""
     template = ChatTemplate(source, bos_token="", eos_token="")
-    return Chat(attrs.evolve(FACTS, chat_template=source, **facts), template)
+    return ChatFormat(attrs.evolve(FACTS, chat_template=source, **facts), template)
 
 
 def turn(source: str, request: Request, **facts: Any) -> Turn:
@@ -95,7 +95,7 @@ def test_a_conversation_is_what_its_template_makes_of_it() -> None:
 
 
 def test_a_raw_prompt_is_left_alone_even_without_a_template() -> None:
-    nothing = Chat(FACTS, ProtocolError("there is no template"))
+    nothing = ChatFormat(FACTS, ProtocolError("there is no template"))
     text = "<|im_start|>user\n<think>"
     asked = nothing.turn(Request(text, raw=True), S, FULL)
     assert (asked.prompt, asked.reasoning, asked.tool_format) == (text, None, None)
