@@ -57,10 +57,10 @@ class _MarkerFinder:
     Withholds text only while it is the beginning of the marker.
     """
 
-    __slots__ = ("_held", "_marker")
+    __slots__ = ("_held", "marker")
 
     def __init__(self, marker: str) -> None:
-        self._marker = marker
+        self.marker = marker
         self._held = ""
 
     def scan(self, source: _Input) -> tuple[str, bool]:
@@ -69,7 +69,7 @@ class _MarkerFinder:
         Returns what is not part of the marker, and whether that has come.
         """
         plain: list[str] = []
-        text, marker = source.text, self._marker
+        text, marker = source.text, self.marker
         while source.pos < len(text):
             if not self._held:
                 start = text.find(marker[0], source.pos) if marker else -1
@@ -146,9 +146,9 @@ class ReplyParser:
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._tool_format = tool_format
+        self._opening_tag = _MarkerFinder("" if reasoning is None else reasoning.open)
         self._closing_tag = _MarkerFinder("" if reasoning is None else reasoning.close)
         self._openers = _MarkerFinder("" if tool_format is None else tool_format.opener)
-        self._opening_tag = "" if reasoning is None else reasoning.open
         self._read = {
             _State.LEAD: self._read_lead,
             _State.REASONING: self._read_reasoning,
@@ -162,7 +162,6 @@ class ReplyParser:
             self._state = _State.REASONING if in_reasoning else _State.LEAD
         self._inputs: list[_Input] = []
         self._lead: list[str] = []
-        self._lead_tag = ""
         self._gap = _Gap()
         # Whitespace is dropped before text when only reasoning or calls came before it, and at
         # the end when a call did.
@@ -205,7 +204,7 @@ class ReplyParser:
         """The reply has ended: return what was withheld.  To be called once."""
         if self._state is _State.LEAD:
             self._state = _State.BEGINNING
-            self._consume("".join(self._lead))
+            self._consume("".join(self._lead) + self._opening_tag.take())
         if self._state is _State.REASONING:
             self._add_reasoning(self._closing_tag.take())
         elif self._state is _State.CALLS:
@@ -232,18 +231,15 @@ class ReplyParser:
                 self._read[self._state](source)
 
     def _read_lead(self, source: _Input) -> None:
-        """One character, withheld while it may be part of the opening tag."""
-        char = source.text[source.pos]
-        source.pos += 1
-        self._lead.append(char)
-        if char in WHITESPACE and not self._lead_tag:
-            return
-        self._lead_tag += char
-        if self._lead_tag == self._opening_tag:
-            self._state = _State.REASONING
-        elif not self._opening_tag.startswith(self._lead_tag):
+        """White space, withheld while an opening tag may follow it."""
+        plain, is_opened = self._opening_tag.scan(source)
+        self._lead.append(plain)
+        if plain.strip(WHITESPACE):
+            held = self._opening_tag.marker if is_opened else self._opening_tag.take()
+            self._inputs.append(_Input("".join(self._lead) + held))
             self._state = _State.BEGINNING
-            self._inputs.append(_Input("".join(self._lead)))
+        elif is_opened:
+            self._state = _State.REASONING
 
     def _read_reasoning(self, source: _Input) -> None:
         plain, is_closed = self._closing_tag.scan(source)
