@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime as dt
 import enum
@@ -87,287 +86,275 @@ def refusal(source: str, **variables: Any) -> str:
     return caught.value.reason
 
 
-def exceeded(source: str, n_chars: int) -> TemplateTimeout:
-    """The error when `source` may make `n_chars` characters."""
-    with pytest.raises(TemplateTimeout) as caught:
-        compiled(source).render([], limits=RenderLimits(10.0, n_chars), x="x" * 10_000)
-    return caught.value
+# -- families -------------------------------------------------------------------------------
 
 
-class TestFamilies:
-    def test_chatml(self) -> None:
-        assert compiled(CHATML).render([SYSTEM, USER]) == (
+@pytest.mark.parametrize(
+    ("source", "messages", "prompt"),
+    [
+        (
+            CHATML,
+            [SYSTEM, USER],
             "<|im_start|>system\nBe brief.<|im_end|>\n"
             "<|im_start|>user\nGrüße, 世界 🌍<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-
-    def test_gemma(self) -> None:
-        assert compiled(GEMMA).render([USER, ANSWER, AGAIN]) == (
+            "<|im_start|>assistant\n",
+        ),
+        (
+            GEMMA,
+            [USER, ANSWER, AGAIN],
             "<s><start_of_turn>user\nGrüße, 世界 🌍<end_of_turn>\n"
             "<start_of_turn>model\nHallo<end_of_turn>\n"
             "<start_of_turn>user\n1 < 2 && 'so'?<end_of_turn>\n"
-            "<start_of_turn>model\n"
-        )
-
-    def test_llama3(self) -> None:
-        assert compiled(LLAMA3).render([SYSTEM, AGAIN]) == (
+            "<start_of_turn>model\n",
+        ),
+        (
+            LLAMA3,
+            [SYSTEM, AGAIN],
             "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
             "<|start_header_id|>user<|end_header_id|>\n\n1 < 2 && 'so'?<|eot_id|>"
-            "<|start_header_id|>assistant<|end_header_id|>\n\n"
-        )
-
-    def test_mistral(self) -> None:
-        assert compiled(MISTRAL).render([SYSTEM, USER, ANSWER, AGAIN]) == (
-            "<s>[INST] Grüße, 世界 🌍[/INST] Hallo</s>[INST] Be brief.\n\n1 < 2 && 'so'?[/INST]"
-        )
-
-    @pytest.mark.parametrize("source", [CHATML, GEMMA, LLAMA3])
-    def test_the_generation_prompt_is_a_suffix_that_can_be_left_out(self, source: str) -> None:
-        template = compiled(source)
-        with_prompt = template.render([USER])
-        without = template.render([USER], add_generation_prompt=False)
-        assert with_prompt.startswith(without)
-        assert with_prompt != without
-
-    def test_bos_is_written_once_and_only_where_the_template_writes_it(self) -> None:
-        assert compiled(LLAMA3).render([SYSTEM, USER]).count("<s>") == 1
-        assert "<s>" not in compiled(CHATML).render([SYSTEM, USER])
-
-    @given(st.text())
-    def test_content_arrives_verbatim(self, content: str) -> None:
-        prompt = compiled(CHATML).render([{"role": "user", "content": content}])
-        assert prompt == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            MISTRAL,
+            [SYSTEM, USER, ANSWER, AGAIN],
+            "<s>[INST] Grüße, 世界 🌍[/INST] Hallo</s>[INST] Be brief.\n\n1 < 2 && 'so'?[/INST]",
+        ),
+    ],
+    ids=["chatml", "gemma", "llama3", "mistral"],
+)
+def test_a_template_renders_as_its_authors_meant(
+    source: str, messages: list[dict[str, str]], prompt: str
+) -> None:
+    assert compiled(source).render(messages) == prompt
 
 
-class TestRefusals:
-    def test_a_refused_system_role_is_reported_in_the_templates_words(self) -> None:
-        with pytest.raises(ProtocolError, match="no system turns, please") as caught:
-            compiled(GEMMA).render([SYSTEM, USER])
-        assert "refused" in caught.value.reason
-
-    def test_a_refused_order_is_reported_in_the_templates_words(self) -> None:
-        with pytest.raises(ProtocolError, match="user and assistant must take turns"):
-            compiled(MISTRAL).render([USER, USER])
-
-    def test_a_message_that_quotes_everything_is_cut(self) -> None:
-        assert len(refusal("{{ raise_exception(big) }}", big="x" * 1_000_000)) < 2000
-
-    def test_the_error_pickles(self) -> None:
-        with pytest.raises(ProtocolError) as caught:
-            compiled(GEMMA).render([SYSTEM])
-        assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
-
-    @pytest.mark.parametrize(
-        ("source", "reason"),
-        [
-            ("{{ nobody.home }}", "'nobody' is undefined"),
-            ("{{ messages[7].content }}", "no element 7"),
-            ("{{ messages[0].content + 1 }}", "TypeError"),
-            ("{{ 1 // 0 }}", "ZeroDivisionError"),
-            ("{{ nobody | tojson }}", "not JSON serializable"),
-        ],
-    )
-    def test_a_failing_template_fails_the_request_and_says_why(
-        self, source: str, reason: str
-    ) -> None:
-        assert reason in refusal(source)
-
-    @pytest.mark.parametrize(
-        ("source", "reason"),
-        [
-            ("one\n{% if %}\n{% endif %}", "line 2"),
-            ("{% for m in messages %}", "end of template"),
-            ("{% unknown_tag %}", "unknown_tag"),
-            ("{{ messages | no_such_filter }}", "no_such_filter"),
-            ("{% generation %}open", "endgeneration"),
-            ("{% break %}", "outside loop"),
-            ("{% include 'other' %}", "no Include"),
-            ("{{ f(*x) }}", "unpacked"),
-            ("{{ 1 < 2 < 3 }}", "chain of comparisons"),
-            ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
-        ],
-    )
-    def test_a_template_that_does_not_compile_is_unsupported(
-        self, source: str, reason: str
-    ) -> None:
-        with pytest.raises(UnsupportedFeature) as caught:
-            compiled(source)
-        assert caught.value.feature == "chat template"
-        assert reason in caught.value.reason
+@pytest.mark.parametrize("source", [CHATML, GEMMA, LLAMA3])
+def test_the_generation_prompt_is_a_suffix_that_can_be_left_out(source: str) -> None:
+    template = compiled(source)
+    with_prompt = template.render([USER])
+    without = template.render([USER], add_generation_prompt=False)
+    assert with_prompt.startswith(without)
+    assert with_prompt != without
 
 
-class TestDialect:
-    """What templates written for transformers count on."""
+@given(st.text())
+def test_content_arrives_verbatim(content: str) -> None:
+    prompt = compiled(CHATML).render([{"role": "user", "content": content}])
+    assert prompt == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
-    def test_block_tags_leave_no_blank_lines(self) -> None:
-        assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc\n") == "a\nb\nc"
 
-    def test_tojson_is_json_and_not_html(self) -> None:
-        assert rendered("{{ x | tojson }}", x={"b": "<é'&>", "a": [1, None, True]}) == (
-            """{"b": "<é'&>", "a": [1, null, true]}"""
-        )
+# -- refusals -------------------------------------------------------------------------------
 
-    def test_tojson_arguments(self) -> None:
-        source = "{{ x | tojson(indent=1, separators=(',', ':'), sort_keys=true) }}"
-        assert rendered(source, x={"b": 1, "a": 2}) == '{\n "a":2,\n "b":1\n}'
-        assert rendered("{{ 'é' | tojson(ensure_ascii=true) }}") == r'"\u00e9"'
 
-    def test_loop_controls(self) -> None:
-        source = (
+@pytest.mark.parametrize(
+    ("source", "messages", "reason"),
+    [
+        (GEMMA, [SYSTEM, USER], "no system turns, please"),
+        (MISTRAL, [USER, USER], "user and assistant must take turns"),
+    ],
+)
+def test_a_refusal_is_reported_in_the_templates_words(
+    source: str, messages: list[dict[str, str]], reason: str
+) -> None:
+    with pytest.raises(ProtocolError, match=f"refused.*{reason}") as caught:
+        compiled(source).render(messages)
+    assert pickle.loads(pickle.dumps(caught.value)).reason == caught.value.reason
+
+
+def test_a_message_that_quotes_everything_is_cut() -> None:
+    assert len(refusal("{{ raise_exception(big) }}", big="x" * 1_000_000)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ nobody.home }}", "'nobody' is undefined"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ nobody | tojson }}", "not JSON serializable"),
+    ],
+)
+def test_a_failing_template_fails_the_request_and_says_why(source: str, reason: str) -> None:
+    assert reason in refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("one\n{% if %}\n{% endif %}", "line 2"),
+        ("{% for m in messages %}", "end of template"),
+        ("{% unknown_tag %}", "unknown_tag"),
+        ("{{ messages | no_such_filter }}", "no_such_filter"),
+        ("{% generation %}open", "endgeneration"),
+        ("{% break %}", "outside loop"),
+        ("{% include 'other' %}", "no Include"),
+        ("{{ f(*x) }}", "unpacked"),
+        ("{{ 1 < 2 < 3 }}", "chain of comparisons"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+    ],
+)
+def test_a_template_that_does_not_compile_is_unsupported(source: str, reason: str) -> None:
+    with pytest.raises(UnsupportedFeature) as caught:
+        compiled(source)
+    assert caught.value.feature == "chat template"
+    assert reason in caught.value.reason
+
+
+# -- what templates written for transformers count on -----------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "text"),
+    [
+        # Block tags leave no blank lines.
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc\n", {}, "a\nb\nc"),
+        # JSON is no HTML.
+        (
+            "{{ x | tojson }}",
+            {"x": {"b": "<é'&>", "a": [1, None]}},
+            """{"b": "<é'&>", "a": [1, null]}""",
+        ),
+        (
+            "{{ x | tojson(indent=1, separators=(',', ':'), sort_keys=true) }}",
+            {"x": {"b": 1, "a": 2}},
+            '{\n "a":2,\n "b":1\n}',
+        ),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}", {}, r'"\u00e9"'),
+        # Loops can be left and continued.
+        (
             "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}"
-            "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
-        )
-        assert rendered(source) == "023"
-
-    def test_the_generation_tag_renders_its_body_in_a_scope_of_its_own(self) -> None:
-        source = (
+            "{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+            {},
+            "023",
+        ),
+        # The tag `generation` renders its body, in a scope of its own.
+        (
             "{% set who = 'outer' %}{% for m in messages %}"
             "{% generation %}{% set who = 'inner' %}[{{ m.role }} {{ who }}]{% endgeneration %}"
-            "{{ who }}{% endfor %}"
-        )
-        assert rendered(source) == "[user inner]outer"
+            "{{ who }}{% endfor %}",
+            {},
+            "[user inner]outer",
+        ),
+        # Tools and documents are none unless given; the template's tokens can be replaced.
+        ("{{ tools is none and documents is none }}", {}, "True"),
+        ("{{ tools is none and documents is none }}", {"tools": []}, "False"),
+        ("{{ enable_thinking }} {{ bos_token }}", {"enable_thinking": False}, "False <s>"),
+        ("{{ bos_token }}", {"bos_token": ""}, ""),
+        ("{{ '=' * 3 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}", {}, "===1210240.53.0"),
+    ],
+)
+def test_the_dialect_is_that_of_transformers(
+    source: str, variables: dict[str, Any], text: str
+) -> None:
+    assert rendered(source, **variables) == text
 
-    def test_strftime_now_is_today(self) -> None:
-        before = dt.date.today()
-        text = rendered("{{ strftime_now('%Y-%m-%d') }}")
-        assert before.isoformat() <= text <= dt.date.today().isoformat()
 
-    def test_tools_and_documents_are_none_unless_given(self) -> None:
-        source = "{{ tools is none and documents is none }}"
-        assert rendered(source) == "True"
-        assert rendered(source, tools=[]) == "False"
+def test_strftime_now_is_today() -> None:
+    before = dt.date.today()
+    text = rendered("{{ strftime_now('%Y-%m-%d') }}")
+    assert before.isoformat() <= text <= dt.date.today().isoformat()
 
-    def test_variables_reach_the_template_and_may_replace_its_tokens(self) -> None:
-        assert rendered("{{ enable_thinking }} {{ bos_token }}", enable_thinking=False) == (
-            "False <s>"
-        )
-        assert rendered("{{ bos_token }}", bos_token="") == ""
 
-    def test_any_mapping_and_sequence_will_do(self) -> None:
-        source = "{{ (messages + [1]) | length }}{{ messages[0].parts | tojson }}"
-        messages = (MappingProxyType({"role": "user", "parts": ("a", "b")}),)
-        assert compiled(source).render(messages) == '2["a", "b"]'
+def test_any_mapping_and_sequence_will_do() -> None:
+    source = "{{ (messages + [1]) | length }}{{ messages[0].parts | tojson }}"
+    messages = (MappingProxyType({"role": "user", "parts": ("a", "b")}),)
+    assert compiled(source).render(messages) == '2["a", "b"]'
 
-    def test_text_is_taken_as_text_whatever_its_type_makes_of_it(self) -> None:
-        class Role(str, enum.Enum):  # noqa: UP042  (its str() is not its text)
-            USER = "user"
 
-        class Html(str):
-            def __html__(self) -> str:
-                return "html"
+def test_text_is_taken_as_text_whatever_its_type_makes_of_it() -> None:
+    class Role(str, enum.Enum):  # noqa: UP042  (its str() is not its text)
+        USER = "user"
 
-            def __str__(self) -> str:
-                return "str"
+    class Html(str):
+        def __html__(self) -> str:
+            return "html"
 
-        message = {"role": Role.USER, "content": Html("<b>")}
-        assert compiled("{{ messages[0].role ~ messages[0].content ~ '<i>' }}").render(
-            [message]
-        ) == ("user<b><i>")
+        def __str__(self) -> str:
+            return "str"
 
-    @pytest.mark.parametrize(
-        ("value", "reason"),
-        [
-            (b"bytes", "x is not JSON data: there is bytes in it"),
-            ({"a": [object()]}, "there is object in it"),
-            (print, "builtin_function_or_method"),
-            ({(1,): "one"}, "keys must be"),
-        ],
-    )
-    def test_what_is_not_data_is_refused_by_its_name(self, value: object, reason: str) -> None:
+    template = compiled("{{ messages[0].role ~ messages[0].content ~ '<i>' }}")
+    assert template.render([{"role": Role.USER, "content": Html("<b>")}]) == "user<b><i>"
+
+
+def test_what_is_not_data_is_refused_by_its_name() -> None:
+    knot: list[object] = []
+    knot.append(knot)
+    refused: list[tuple[object, str]] = [
+        (b"bytes", "x is not JSON data: there is bytes in it"),
+        ({"a": [object()]}, "there is object in it"),
+        (print, "builtin_function_or_method"),
+        ({(1,): "one"}, "keys must be"),
+        (knot, "x is not JSON data: Circular reference"),
+    ]
+    for value, reason in refused:
         assert reason in refusal("", x=value)
 
-    def test_data_that_contains_itself_is_refused(self) -> None:
-        knot: list[object] = []
-        knot.append(knot)
-        assert "x is not JSON data: Circular reference" in refusal("", x=knot)
+
+# -- the sandbox; see also the attacks ----------------------------------------------------------
 
 
-class TestSandbox:
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{{ ''.__class__.__mro__ }}",
-            "{{ ''['__class__']['__mro__'] }}",
-            "{{ '{0.__class__.__mro__}'.format('') }}",
-            "{{ cycler.__init__.__globals__ }}",
-            "{{ raise_exception.__globals__.json }}",
-            "{{ strftime_now.__globals__['json'] }}",
-            "{{ self.__init__.__globals__ }}",
-            "{{ ''.__class__() }}",
-        ],
-    )
-    def test_no_way_out_through_attributes(self, source: str) -> None:
-        refusal(source)
-
-    @pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ ''['__class__'] }}"])
-    def test_a_private_attribute_alone_is_nothing(self, source: str) -> None:
-        assert rendered(source) == ""
-
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{{ messages.append(1) }}",
-            "{{ messages.clear() }}",
-            "{{ messages[0].update(role='system') }}",
-            "{{ messages[0]['pop']('role') }}",
-        ],
-    )
-    def test_mutating_methods_are_refused(self, source: str) -> None:
-        assert "has no attribute" in refusal(source)
-
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{{ dict.update(messages[0], role='system') }}",
-            "{{ dict.clear(x) }}",
-            "{{ dict.pop(x.deep[0], 'a') }}",
-        ],
-    )
-    def test_the_callers_data_is_out_of_reach(self, source: str) -> None:
-        messages = [{"role": "user", "content": "hi"}]
-        x = {"deep": [{"a": 1}]}
-        before = copy.deepcopy((messages, x))
-        with contextlib.suppress(ProtocolError):
-            compiled(source).render(messages, x=x)
-        assert (messages, x) == before
+@pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ ''['__class__'] }}"])
+def test_a_private_attribute_is_nothing(source: str) -> None:
+    assert rendered(source) == ""
 
 
-class TestBounds:
-    def test_endless_output_is_stopped_while_it_is_written(self) -> None:
-        # Both loops together would write 10 GB.
-        source = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
-        assert "more than 10000000 characters" in str(exceeded(source, 10_000_000))
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(role='system') }}",
+        "{{ messages[0]['pop']('role') }}",
+        "{{ dict.update(messages[0], role='system') }}",
+        "{{ dict.clear(x) }}",
+        "{{ dict.pop(x.deep[0], 'a') }}",
+    ],
+)
+def test_the_callers_data_is_out_of_reach(source: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    x = {"deep": [{"a": 1}]}
+    before = copy.deepcopy((messages, x))
+    with pytest.raises(ProtocolError, match="has no attribute"):
+        compiled(source).render(messages, x=x)
+    assert (messages, x) == before
 
-    @pytest.mark.parametrize(
-        "source", ["{{ x }}", "{{ x ~ '' }}", "{% set y %}{{ x }}{% endset %}"]
-    )
-    def test_what_is_made_is_counted(self, source: str) -> None:
-        limits = RenderLimits(1.0, 10_100 if source == "{{ x }}" else 20_100)
-        assert compiled(source).render([], limits=limits, x="x" * 10_000) is not None
-        exceeded(source, limits.n_chars // 2 - 100)
 
-    @pytest.mark.parametrize(
-        "expression",
-        ["'x' * 10 ** 12", "10 ** 12 * 'x'", "[0] * 10 ** 12", "9 ** (9 ** 9)", "x * x"],
-    )
-    def test_small_values_do_not_multiply_into_huge_ones(self, expression: str) -> None:
-        assert "too large" in refusal(f"{{{{ {expression} }}}}", x=2**1000)
+# -- bounds; see also the attacks ---------------------------------------------------------------
 
-    def test_ordinary_arithmetic_works(self) -> None:
-        assert rendered("{{ '=' * 3 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}") == (
-            "===1210240.53.0"
-        )
 
-    @pytest.mark.parametrize(
-        "source",
-        [
-            "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-            "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-        ],
-    )
-    def test_endless_recursion_ends_as_an_error(self, source: str) -> None:
-        assert "RecursionError" in refusal(source)
+def exceeded(source: str, n_chars: int) -> str:
+    """The error's text when `source` may make `n_chars` characters."""
+    with pytest.raises(TemplateTimeout) as caught:
+        compiled(source).render([], limits=RenderLimits(10.0, n_chars), x="x" * 10_000)
+    return str(caught.value)
+
+
+def test_endless_output_is_stopped_while_it_is_written() -> None:
+    # Both loops together would write 10 GB.
+    source = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
+    assert "more than 10000000 characters" in exceeded(source, 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("source", "n_chars"),
+    [
+        ("{{ x }}", 10_100),
+        ("{{ x ~ '' }}", 20_100),
+        ("{% set y %}{{ x }}{% endset %}", 20_100),
+    ],
+)
+def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
+    limits = RenderLimits(1.0, n_chars)
+    assert compiled(source).render([], limits=limits, x="x" * 10_000) is not None
+    exceeded(source, n_chars // 2 - 100)
+
+
+def test_numbers_do_not_multiply_into_huge_ones() -> None:
+    assert "too large" in refusal("{{ x * x }}", x=2**1000)
+
+
+# -- the object ---------------------------------------------------------------------------------
 
 
 def test_threads_render_one_template_at_the_same_time() -> None:
