@@ -162,9 +162,16 @@ def test_what_is_no_call_is_text_or_unfinished(text: str, tool_format: ToolForma
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1,]}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "more": "x"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": ' + '{"a": ' * 2000 + "1"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 401),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\q"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f"; "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"type": "tool", "name": "f", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "' + "f" * 385),
         ("hermes", "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
         ("llama3", '{"answer": 42}'),
         ("llama3", 'The call is {"name": "f", "parameters": {}}'),
@@ -172,8 +179,16 @@ def test_what_is_no_call_is_text_or_unfinished(text: str, tool_format: ToolForma
         ("mistral", "[TOOL_CALLS] nothing to call"),
         ("mistral", '[TOOL_CALLS]f{"a": 1}'),
         ("mistral", "[TOOL_CALLS][[]]"),
+        ("mistral", '[TOOL_CALLS][{"arguments": {}, "id": "abcdefgh1"}]'),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]1[END]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]1"),
         ("lfm2", "<|tool_call_start|>f()<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(;"),
         ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x='\\U00110000')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x='\\N{DASH}')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x='\\xfg')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[f(x=g())]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[f(x=1, x=2)]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[f(x=__import__)]<|tool_call_end|>"),
@@ -275,6 +290,13 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
     assert parser.finish() == []
     assert parser.tool_calls == ()
     assert parser.unfinished == '<tool_call>\n{"name": "f", "arguments": {"a": [12]'
+
+
+def test_arguments_that_come_before_the_name_are_told_after_it() -> None:
+    parser = ReplyParser(tool_format=HERMES, new_id=lambda: "abcdefghi")
+    assert parser.push('<tool_call>{"arguments": {"a": 1}, ') == []
+    told = [ToolCallStart(0, "abcdefghi", "f"), ToolCallDelta(0, '{"a": 1}')]
+    assert parser.push('"name": "f"}') == told
 
 
 CALL_BEGUN = '<tool_call>{"name": "f", "arguments": '

@@ -241,6 +241,21 @@ def test_a_template_that_does_not_compile_is_unsupported(source: str, reason: st
         ("{{ tools is none and documents is none }}", {"tools": []}, "False"),
         ("{{ enable_thinking }} {{ bos_token }}", {"enable_thinking": False}, "False <s>"),
         ("{{ bos_token }}", {"bos_token": ""}, ""),
+        # Macros, namespaces and the methods of text and dicts.
+        (
+            "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('ab'.upper()) }}",
+            {},
+            "ABAB",
+        ),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages if m.role in ['user'] %}"
+            "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }} {{ ns }}",
+            {},
+            "1 <Namespace>",
+        ),
+        ("{{ dict(a=1).items() }}{{ x[(1, 2)] is defined }}", {"x": {}}, "[('a', 1)]False"),
+        ("{{ [3, 1] | sort | join('<') }}{{ 'a-b'.split('-') }}", {}, "1<3['a', 'b']"),
+        ("{{ '{}+{x}'.format(1, x='2' | int) }}{{ 4 is even }}", {}, "1+2True"),
         ("{{ '=' * 3 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}", {}, "===1210240.53.0"),
     ],
 )
@@ -350,8 +365,23 @@ def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
     exceeded(source, n_chars // 2 - 100)
 
 
-def test_numbers_do_not_multiply_into_huge_ones() -> None:
-    assert "too large" in refusal("{{ x * x }}", x=2**1000)
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ 'x' * 10 ** 12 }}", "too large"),
+        ("{{ [0] * 10 ** 12 }}", "too large"),
+        ("{{ 9 ** (9 ** 9) }}", "too large"),
+        ("{{ x * x }}", "too large"),
+        ("{{ ('9' * 2000) | int }}", "too large"),
+        ("{{ '%99d' % 1 }}", "a number is needed"),
+        ("{{ '%99d' is odd }}", "a number is needed"),
+        ("{{ '{:>99}'.format(1) }}", "a format may only have"),
+        ("{% for m in messages %}{{ {loop: 1} }}{% endfor %}", "too large"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+    ],
+)
+def test_what_is_small_does_not_become_huge(source: str, reason: str) -> None:
+    assert reason in refusal(source, x=2**1000)
 
 
 # -- the object ---------------------------------------------------------------------------------

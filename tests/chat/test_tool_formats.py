@@ -331,6 +331,7 @@ def test_the_format_is_detected_in_the_template(tool_format: ToolFormat, source:
         "{% if tools %}{{ '<tool_call>\\n<function=' + tool.name + '>' }}{% endif %}",
         "{% if tools %}{{ '<tool_call>' + tool.name + '<arg_key>' }}{% endif %}",
         "{% for tool in tools %}{{ '<|tool_calls_section_begin|>' }}{% endfor %}",
+        "{% for tool in tools %}{{ '<|python_tag|> }}{% endfor %}",
     ],
 )
 def test_other_templates_have_no_known_format(source: str) -> None:
