@@ -3,7 +3,13 @@
 from .core.completion import (
     Choice as Choice,
     Completion as Completion,
+    Done as Done,
+    ReasoningDelta as ReasoningDelta,
+    StreamEvent as StreamEvent,
+    TextDelta as TextDelta,
     TokenLogprob as TokenLogprob,
+    ToolCallDelta as ToolCallDelta,
+    ToolCallStart as ToolCallStart,
 )
 from .core.config import EngineConfig as EngineConfig
 from .core.engine_events import (
@@ -43,14 +49,6 @@ from .core.errors import (
     SessionFatal as SessionFatal,
     SocketUnavailable as SocketUnavailable,
     UnsupportedFeature as UnsupportedFeature,
-)
-from .core.events import (
-    Done as Done,
-    ReasoningDelta as ReasoningDelta,
-    StreamEvent as StreamEvent,
-    TextDelta as TextDelta,
-    ToolCallDelta as ToolCallDelta,
-    ToolCallStart as ToolCallStart,
 )
 from .core.info import (
     DaemonStats as DaemonStats,

@@ -30,10 +30,9 @@ from llamad_trio.background_run import (
     is_exiting,
     stats_or_error,
 )
-from llamad_trio.core.completion import Choice, Completion
+from llamad_trio.core.completion import Choice, Completion, StreamEvent
 from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import EngineClosed, LlamadError
-from llamad_trio.core.events import StreamEvent
 from llamad_trio.core.info import EngineStats
 from llamad_trio.core.request import Request, RequestFields
 from llamad_trio.engine.engine_like import EngineLike

@@ -369,7 +369,7 @@ RAISED = [
         ("wire/strict_json.py", "ProtocolError", "ValueError"),
         ("serving/listener.py", "ProtocolError"),
         ("core/fields.py", "ProtocolError"),
-        ("core/model_choice.py", "ProtocolError"),
+        ("core/engine_spec.py", "ProtocolError"),
         ("core/request.py", "ProtocolError"),
         ("core/tools.py", "ProtocolError"),
     )

@@ -18,7 +18,7 @@ from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.literal import WHITESPACE, Malformed, Scan
 from llamad_trio.chat.tools.scan import CallSink
-from llamad_trio.core.events import (
+from llamad_trio.core.completion import (
     ReasoningDelta,
     ReplyEvent,
     TextDelta,

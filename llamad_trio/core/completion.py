@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""What a caller gets back: the reply as it comes, and its end."""
 
 from __future__ import annotations
 
@@ -90,6 +90,51 @@ class Completion(Generic[ValueT_co]):
     tool_calls: Sequence[ToolCall] = ()
     unfinished: str = ""
     logprobs: Sequence[TokenLogprob] | None = None
+
+
+@attrs.frozen
+class TextDelta:
+    """More of the answer; never empty."""
+
+    text: str
+
+
+@attrs.frozen
+class ReasoningDelta:
+    """More of what the model thinks before it answers; never empty."""
+
+    text: str
+
+
+@attrs.frozen
+class ToolCallStart:
+    """The model calls a tool: call number `index` of this reply, from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@attrs.frozen
+class ToolCallDelta:
+    """More of the arguments of call `index`, as JSON text; never empty.
+
+    All of a call's deltas together are one JSON object, unless the reply was cut off.
+    """
+
+    index: int
+    arguments: str
+
+
+@attrs.frozen
+class Done:
+    """The reply is complete; always the last event, exactly once."""
+
+    completion: Completion
+
+
+ReplyEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta
+StreamEvent = ReplyEvent | Done
 
 
 def is_cut_off(completion: Completion) -> bool:

@@ -1,7 +1,8 @@
-"""What a model of several is: its file, its settings, when it is loaded and closed."""
+"""One model of several: its file, its settings, when it is loaded; and which one is meant."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from os import PathLike, fsdecode
 from typing import Literal, Unpack
 
@@ -9,7 +10,7 @@ import attrs
 
 from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import number
+from llamad_trio.core.fields import number, optional, text
 
 Isolation = Literal["process"]
 Load = Literal["eager", "lazy"]
@@ -62,3 +63,24 @@ class EngineSpec:
         whole = EngineConfig.merge(config, overrides)
         init = self.__attrs_init__  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
         init(fsdecode(model), whole, load, unload_after_s, isolation)
+
+
+def pick_model(name: str | None, known: Collection[str], default: str | None) -> str:
+    """The name of the model that is meant.
+
+    Args:
+        name: the one that is asked for; `None` is the default one.
+        known: those there are.
+        default: which of them is the default; the first one is, if that is not there.
+
+    Raises:
+        ProtocolError: there is no such model, or none at all, or the name is no text.
+    """
+    name = optional(text)(name, "model")
+    if name is None:
+        name = default if default in known else next(iter(known), None)
+    if name is None:
+        raise ProtocolError("there is no model")
+    if name not in known:
+        raise ProtocolError(f"unknown model {name[:64]!r}; known are {', '.join(known)}")
+    return name

@@ -7,8 +7,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from llamad_trio.core.completion import Completion
-from llamad_trio.core.events import Done, ReplyEvent, StreamEvent, TextDelta
+from llamad_trio.core.completion import Completion, Done, ReplyEvent, StreamEvent, TextDelta
 
 T = TypeVar("T")
 

@@ -12,10 +12,9 @@ import trio
 
 from llamad_trio.chat.conversation import Turn
 from llamad_trio.chat.reply import ReplyParser, new_call_id
-from llamad_trio.core.completion import Completion, is_cut_off, json_value
+from llamad_trio.core.completion import Completion, ReplyEvent, is_cut_off, json_value
 from llamad_trio.core.engine_events import RequestKind
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.core.events import ReplyEvent
 from llamad_trio.core.request import Request
 from llamad_trio.scheduling.run import Finished
 

@@ -20,6 +20,7 @@ import trio.abc
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_events import EngineEvent
+from llamad_trio.core.engine_spec import pick_model
 from llamad_trio.core.errors import (
     Disconnected,
     EngineClosed,
@@ -28,7 +29,6 @@ from llamad_trio.core.errors import (
     SocketUnavailable,
 )
 from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
-from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request
 from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.engine.stream import ReplySource

@@ -14,7 +14,7 @@ import msgspec
 import trio
 import trio.abc
 
-from llamad_trio.core.completion import Completion
+from llamad_trio.core.completion import Completion, ReplyEvent
 from llamad_trio.core.engine_events import EngineEvent
 from llamad_trio.core.errors import (
     Disconnected,
@@ -23,7 +23,6 @@ from llamad_trio.core.errors import (
     ProtocolError,
     SocketUnavailable,
 )
-from llamad_trio.core.events import ReplyEvent
 from llamad_trio.core.request import Request
 from llamad_trio.remote.callers import Callers
 from llamad_trio.wire.calls import Call, encode_call

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
+from llamad_trio.core.completion import Done, TextDelta
+from llamad_trio.core.engine_spec import pick_model
 from llamad_trio.core.errors import (
     Busy,
     InferenceError,
@@ -25,10 +27,8 @@ from llamad_trio.core.errors import (
     ProtocolError,
     UnsupportedFeature,
 )
-from llamad_trio.core.events import Done, TextDelta
 from llamad_trio.core.info import DaemonStats, ModelStats
 from llamad_trio.core.limits import Limits
-from llamad_trio.core.model_choice import pick_model
 from llamad_trio.serving.connection import Connection, ReadTimeout, RequestTooLarge
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,

@@ -12,11 +12,10 @@ import trio
 
 from llamad_trio.core.completion import Choice, Completion
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.engine_spec import EngineSpec
+from llamad_trio.core.engine_spec import EngineSpec, pick_model
 from llamad_trio.core.errors import EngineClosed, ProtocolError, RestartsExhausted
 from llamad_trio.core.fields import optional, text
 from llamad_trio.core.info import EngineStats, ModelInfo
-from llamad_trio.core.model_choice import pick_model
 from llamad_trio.core.request import Request, RequestFields
 from llamad_trio.core.restarts import RestartPolicy
 from llamad_trio.engine.assembly import open_named_engine

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import attrs
 
-from llamad_trio.core.completion import Completion, is_cut_off, json_value
-from llamad_trio.core.events import (
+from llamad_trio.core.completion import (
+    Completion,
     ReasoningDelta,
     ReplyEvent,
     TextDelta,
     ToolCallDelta,
     ToolCallStart,
+    is_cut_off,
+    json_value,
 )
 from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import structure, structure_known, unstructure

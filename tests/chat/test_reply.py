@@ -15,7 +15,7 @@ from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser, new_call_id
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.core.events import (
+from llamad_trio.core.completion import (
     ReasoningDelta,
     ReplyEvent,
     TextDelta,

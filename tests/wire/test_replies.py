@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.core import errors
-from llamad_trio.core.completion import Completion, TokenLogprob
+from llamad_trio.core.completion import (
+    Completion,
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    TokenLogprob,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from llamad_trio.core.errors import (
     Busy,
     ContextOverflow,
@@ -23,13 +31,6 @@ from llamad_trio.core.errors import (
     ProtocolError,
     SessionFatal,
     UnsupportedFeature,
-)
-from llamad_trio.core.events import (
-    ReasoningDelta,
-    ReplyEvent,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallStart,
 )
 from llamad_trio.core.request import Request
 from llamad_trio.core.tools import ToolCall

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 
 from llamad_trio.chat.tools.literal import JSON, Malformed, Scan, literal, skip_space
+from llamad_trio.core.completion import ReplyEvent, ToolCallDelta, ToolCallStart
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.events import ReplyEvent, ToolCallDelta, ToolCallStart
 from llamad_trio.core.tools import JsonObject, ToolCall
 
 
