@@ -68,7 +68,9 @@ async def run_tools(
     for tool in tools.values():
         if tool.function is None:
             raise ProtocolError(f"tool {tool.name!r} has no function to call")
-    last = () if request.prompt is None else (Message("user", _text(request.prompt)),)
+    if not isinstance(request.prompt, str | None):
+        raise ProtocolError("tools need the chat template, which a token prompt skips")
+    last = () if request.prompt is None else (Message("user", request.prompt),)
     history = [*request.history, *last]
     rounds = 0
     while True:
@@ -86,19 +88,8 @@ async def run_tools(
         rounds += 1
         history += await _results(tools, completion.tool_calls)
         # Having to call a tool was about the first reply: else there would never be an answer.
-        request = attrs.evolve(
-            request, prompt=None, history=history, tool_choice=_after_first(request.tool_choice)
-        )
-
-
-def _text(prompt: str | Sequence[int]) -> str:
-    if not isinstance(prompt, str):
-        raise ProtocolError("tools need the chat template, which a token prompt skips")
-    return prompt
-
-
-def _after_first(choice: str) -> str:
-    return choice if choice == "none" else "auto"
+        choice = "none" if request.tool_choice == "none" else "auto"
+        request = attrs.evolve(request, prompt=None, history=history, tool_choice=choice)
 
 
 async def _results(tools: dict[str, Tool], calls: Sequence[ToolCall]) -> list[Message]:
@@ -120,7 +111,13 @@ async def _result(tools: dict[str, Tool], call: ToolCall) -> str:
     if tool is None:
         return f"error: there is no tool {call.name!r}"
     try:
-        content = _as_text(await _call_function(tool, call))
+        value = await _call_function(tool, call)
+        # For the model to read: text as it is, all else as JSON.
+        content = (
+            value
+            if isinstance(value, str)
+            else msgspec.json.encode(value, enc_hook=_plain).decode()
+        )
     except Exception as error:  # told to the model, which may do better
         logger.info("tool %s failed", call.name, exc_info=True)
         content = f"error: {_error_text(error)}"
@@ -140,11 +137,6 @@ def _error_text(error: BaseException) -> str:
 def _storable(text: str) -> str:
     """The text without what no message can hold."""
     return text.replace("\0", "\ufffd").encode(errors="replace").decode()
-
-
-def _as_text(value: object) -> str:
-    """A tool's value for the model to read: text as it is, all else as JSON."""
-    return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=_plain).decode()
 
 
 def _plain(value: object) -> object:
