@@ -118,12 +118,17 @@ def optional(convert: Convert[T]) -> Convert[T | None]:
     return lambda value, name: None if value is None else convert(value, name)
 
 
-def unknown_names(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Names that nobody knows, for an error: each with the known one that it is most like."""
+def unknown_names(
+    unknown: Iterable[str], known: Iterable[str], show: Callable[[str], str] = str
+) -> str:
+    """Names that nobody knows, for an error: each with the known one that it is most like.
+
+    `show` makes a name fit for the text: `repr`, where it may hold anything.
+    """
     known = list(known)
 
     def tell(name: str) -> str:
-        near = get_close_matches(name, known, n=1)
-        return f"{name} (did you mean {near[0]}?)" if near else name
+        near = get_close_matches(name.lower(), known, n=1)
+        return f"{show(name)} (did you mean {show(near[0])}?)" if near else show(name)
 
     return ", ".join(map(tell, sorted(unknown)))

@@ -6,7 +6,6 @@ no model file: a model that is not there is found when it is loaded.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -20,7 +19,7 @@ import attrs
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError, LlamadError, ProtocolError
-from llamad_trio.core.fields import text
+from llamad_trio.core.fields import text, unknown_names
 from llamad_trio.core.limits import Limits
 from llamad_trio.hub.manifest import known_model
 
@@ -99,7 +98,7 @@ def load_daemon_config(
 
     default = daemon.text("default_model", next(iter(models)))
     if default not in models:
-        raise daemon.error("default_model", f"no model {default!r}{_hint(default, models)}")
+        raise daemon.error("default_model", f"no model {unknown_names([default], models, repr)}")
     return DaemonConfig(
         socket=daemon.location("socket", DEFAULT_SOCKET),
         default=default,
@@ -150,7 +149,7 @@ class _Table:
     def check_keys(self, known: Collection[str], kind: str = "key") -> None:
         for key in self.values:
             if key not in known:
-                raise self.error(key, f"unknown {kind} {key!r}{_hint(key, known)}")
+                raise self.error(key, f"unknown {kind} {unknown_names([key], known, repr)}")
 
     def table(self, key: str) -> _Table:
         value = self.values.get(key, {})
@@ -191,8 +190,3 @@ class _Table:
             except (ValueError, RecursionError) as error:  # too large or too deep to be printed
                 raise self.error(key, f"{key} cannot be such {type(value).__name__}") from error
         return fields
-
-
-def _hint(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -21,6 +21,7 @@ from cattrs.strategies import configure_tagged_union
 from cattrs.v import format_exception
 
 from llamad_trio.core.errors import LlamadError, ModelLoadError
+from llamad_trio.core.fields import unknown_names
 from llamad_trio.system.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -173,6 +174,9 @@ def _describe(error: BaseException, kind: type | None) -> str:
         return str(error.args[0])  # attrs adds the field and the value as further arguments
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing or unknown"
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = attrs.fields_dict(error.cl)
+        return f"unknown key {unknown_names(error.extra_fields, known)}"
     return format_exception(error, kind)
 
 

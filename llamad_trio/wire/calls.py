@@ -10,7 +10,7 @@ import attrs
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import apply_converters, boolean, checked, optional, text, whole_number
 from llamad_trio.core.request import Request
-from llamad_trio.wire.converter import structure, unstructure
+from llamad_trio.wire.converter import given_fields, structure, unknown_field, unstructure
 from llamad_trio.wire.strict_json import decode_object
 
 CallId = str | int
@@ -190,10 +190,10 @@ _OPS: dict[str | None, type[Call]] = {
 _OURS = {"request", "is_original"}
 """Fields that no client has."""
 
-_KNOWN = {"op", "tokens", *attrs.fields_dict(Request)}.union(
-    *(attrs.fields_dict(kind).keys() - _OURS for kind in _OPS.values())
-)
 _HAVE_REQUEST = {op for op, kind in _OPS.items() if "request" in attrs.fields_dict(kind)}
+_OWN = {op: given_fields(kind) - _OURS for op, kind in _OPS.items()}
+_OF_REQUEST = {"tokens", *given_fields(Request)}
+_KNOWN = {"op"}.union(_OF_REQUEST, *_OWN.values())
 
 
 def decode_call(line: bytes) -> Call:
@@ -212,12 +212,13 @@ def decode_call(line: bytes) -> Call:
     if kind is None:
         known = ", ".join(name for name in _OPS if name)
         raise ProtocolError(f"unknown op {str(op)[:64]!r}; known are {known}")
-    if ours := _OURS & data.keys():
-        raise ProtocolError(f"unknown field {min(ours)!r}")
+    fields = _OWN[op] | _OF_REQUEST if op in _HAVE_REQUEST else _OWN[op]
+    if unknown := data.keys() - fields:
+        misspelt = unknown - _KNOWN  # the others are fields of another call
+        raise unknown_field(misspelt or unknown, fields | {"op"} if misspelt else ())
     if op not in _HAVE_REQUEST:
         return structure(data, kind)
-    own = attrs.fields_dict(kind).keys()
-    of_call = {name: data.pop(name) for name in own & data.keys()}
+    of_call = {name: data.pop(name) for name in _OWN[op] & data.keys()}
     is_original = op is None and data.keys() | of_call.keys() <= ORIGINAL_FIELDS
     if is_original:
         of_call["is_original"] = True

@@ -3,7 +3,7 @@ like there; a wrong type or an unknown key is refused, and nothing is coerced.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import attrs
@@ -14,6 +14,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from llamad_trio.core.completion import Choice, Completion, TokenLogprob
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.fields import unknown_names
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
 
@@ -63,7 +64,7 @@ def _structured(converter: cattrs.Converter, value: object, kind: type[T]) -> T:
     try:
         return converter.structure(given, kind)
     except ForbiddenExtraKeysError as error:
-        raise ProtocolError(f"unknown field {min(error.extra_fields)[:64]!r}") from None
+        raise unknown_field(error.extra_fields, given_fields(kind)) from None
     except _WRONG_SHAPE as error:
         raise ProtocolError(f"{kind.__name__}: {error}") from None
 
@@ -73,6 +74,17 @@ _WRONG_SHAPE = (
     RecursionError,
 )
 """What cattrs, and the code it makes, raises for a value of another shape."""
+
+
+def given_fields(kind: type[attrs.AttrsInstance]) -> set[str]:
+    """The names of the fields that the JSON of a class may have."""
+    hidden = {name for name, how in _overrides.get(kind, {}).items() if how.omit}
+    return attrs.fields_dict(kind).keys() - hidden
+
+
+def unknown_field(names: Iterable[str], known: Iterable[str]) -> ProtocolError:
+    """The error for unknown fields.  Tells one, and not all of it: there may be any number."""
+    return ProtocolError(f"unknown field {unknown_names([min(names)[:64]], known, repr)}")
 
 
 def unstructure(value: object) -> dict[str, Any]:

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import boolean, number, optional, text, whole_number
+from llamad_trio.core.fields import (
+    boolean,
+    number,
+    optional,
+    text,
+    unknown_names,
+    whole_number,
+)
 
 
 def size(value: object) -> float:
@@ -92,3 +99,11 @@ def test_optional_lets_none_pass_and_nothing_else() -> None:
     assert convert(99, "count") == 10
     with pytest.raises(ProtocolError):
         convert("99", "count")
+
+
+def test_an_unknown_name_is_told_with_the_known_one_it_is_most_like() -> None:
+    known = ["top_k", "top_p", "max_tokens"]
+    assert unknown_names({"max_token", "colour"}, known) == (
+        "colour, max_token (did you mean max_tokens?)"
+    )
+    assert unknown_names(["TOP_K\n"], known, repr) == r"'TOP_K\n' (did you mean 'top_k'?)"

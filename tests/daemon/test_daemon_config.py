@@ -345,23 +345,23 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "where", "reason"),
     [
-        ("[modles.a]", "modles", "unknown table 'modles'; did you mean 'models'?"),
+        ("[modles.a]", "modles", "unknown table 'modles' (did you mean 'models'?)"),
         ("[server]", "server", "unknown table 'server'"),
         ('socket = "/x"', "socket", "unknown table 'socket'"),
         ("daemon = 3", "daemon", "daemon must be a table, not int"),
         ('models = "a"', "models", "models must be a table, not str"),
         ("[[models]]", "models", "models must be a table, not list"),
         ("[models]\nsmall = 1", "models.small", "small must be a table, not int"),
-        ("[daemon]\nsokcet = 1", "daemon.sokcet", "unknown key 'sokcet'; did you mean 'socket'?"),
+        ("[daemon]\nsokcet = 1", "daemon.sokcet", "unknown key 'sokcet' (did you mean 'socket'?)"),
         (
             "[daemon]\nMAX_CONNECTIONS = 1",
             "daemon.MAX_CONNECTIONS",
-            "unknown key 'MAX_CONNECTIONS'; did you mean 'max_connections'?",
+            "unknown key 'MAX_CONNECTIONS' (did you mean 'max_connections'?)",
         ),
         (
             SMALL + "n_slot = 1",
             "models.small.n_slot",
-            "unknown key 'n_slot'; did you mean 'n_slots'?",
+            "unknown key 'n_slot' (did you mean 'n_slots'?)",
         ),
         (SMALL + "qqq = 1", "models.small.qqq", "unknown key 'qqq'"),
         (SMALL + '"\\n" = 1', r"models.small.'\n'", r"unknown key '\n'"),
@@ -390,7 +390,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         (
             '[daemon]\ndefault_model = "smal"\n' + SMALL,
             "daemon.default_model",
-            "no model 'smal'; did you mean 'small'?",
+            "no model 'smal' (did you mean 'small'?)",
         ),
         (
             "[daemon]\ndefault_model = 1\n" + SMALL,

@@ -123,9 +123,10 @@ def test_a_model_survives_the_way_to_plain_data_and_back() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (MODEL + "colour = 'red'\n" + HUB, "colour"),
-        ("title = 'x'\n" + MODEL + HUB, "title"),
-        (MODEL + HUB + "mirror = 'x'\n", "mirror"),
+        (MODEL + "colour = 'red'\n" + HUB, "unknown key colour @"),
+        (MODEL + "license = 'x'\n" + HUB, "unknown key license (did you mean licence?) @"),
+        ("model = 'x'\n" + MODEL + HUB, "unknown key model (did you mean models?) @"),
+        (MODEL + HUB + "revison = 'x'\n", "unknown key revison (did you mean revision?) @"),
         (MODEL + HUB.replace('"hub"', '"ftp"'), "ftp"),
         (MODEL.replace('licence = "CC0-1.0"\n', "") + HUB, "licence"),
         (MODEL, "sources"),

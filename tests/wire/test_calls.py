@@ -494,6 +494,22 @@ def test_what_the_package_alone_may_say_is_an_unknown_field(field: str) -> None:
         assert refusal({"op": "render", "prompt": "a", field: value}) == f"unknown field {field!r}"
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"prompt": "a", "max_token": 1}, "'max_token' (did you mean 'max_tokens'?)"),
+        ({"prompt": "a", "Strem": True}, "'Strem' (did you mean 'stream'?)"),
+        ({"promt": "a"}, "'promt' (did you mean 'prompt'?)"),
+        ({"op": "choose", "prompt": "a", "option": []}, "'option' (did you mean 'options'?)"),
+        (in_history(role="user", contents="a"), "'contents' (did you mean 'content'?)"),
+        (in_tool_call(argument={}), "'argument' (did you mean 'arguments'?)"),
+        (in_tool(schemas={}), "'schemas' (did you mean 'schema'?)"),
+    ],
+)
+def test_a_misspelt_key_is_told_with_the_right_one(data: Json, told: str) -> None:
+    assert refusal(data) == f"unknown field {told}"
+
+
 def test_a_tool_cannot_bring_a_function() -> None:
     assert refusal(in_tool(function="os.system")) == "unknown field 'function'"
 
