@@ -32,8 +32,13 @@ from llamad_trio.serving.listener import MAX_CALLS, serve_unix
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.wire import calls
 from llamad_trio.wire.calls import MAX_ID_CHARS, ORIGINAL_FIELDS, Call
-from llamad_trio.wire.engine_events import call_id, engine_event_from, engine_event_reply
-from llamad_trio.wire.errors import CLOSING, error_text
+from llamad_trio.wire.replies import (
+    CLOSING,
+    call_id,
+    engine_event_from,
+    engine_event_reply,
+    error_text,
+)
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llamad_trio"
@@ -366,7 +371,7 @@ RAISED = [
     for path, *callables in (
         ("wire/calls.py", "ProtocolError"),
         ("wire/converter.py", "ProtocolError"),
-        ("wire/strict_json.py", "ProtocolError", "ValueError"),
+        ("wire/lines.py", "ProtocolError", "ValueError"),
         ("serving/listener.py", "ProtocolError"),
         ("core/fields.py", "ProtocolError"),
         ("core/engine_spec.py", "ProtocolError"),

@@ -22,9 +22,8 @@ from llamad_trio.isolation.handover import HandedOver
 from llamad_trio.serving.listener import serve_listener
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.wire.converter import structure
-from llamad_trio.wire.errors import error_reply
-from llamad_trio.wire.lines import LineBuffer
-from llamad_trio.wire.strict_json import encode_line
+from llamad_trio.wire.lines import LineBuffer, encode_line
+from llamad_trio.wire.replies import error_reply
 
 
 async def serve(sock: socket.socket) -> None:

@@ -26,10 +26,8 @@ from llamad_trio.core.errors import (
 from llamad_trio.core.request import Request
 from llamad_trio.remote.callers import Callers
 from llamad_trio.wire.calls import Call, encode_call
-from llamad_trio.wire.engine_events import engine_event_from
-from llamad_trio.wire.errors import error_from
 from llamad_trio.wire.lines import LineBuffer, LineTooLong
-from llamad_trio.wire.replies import completion_from, event_from
+from llamad_trio.wire.replies import completion_from, engine_event_from, error_from, event_from
 
 T = TypeVar("T")
 

@@ -57,10 +57,15 @@ from llamad_trio.wire.calls import (
     decode_call,
 )
 from llamad_trio.wire.converter import unstructure
-from llamad_trio.wire.engine_events import call_id, engine_event_reply
-from llamad_trio.wire.errors import CLOSING, error_reply
-from llamad_trio.wire.replies import completion_reply, event_reply
-from llamad_trio.wire.strict_json import encode_line
+from llamad_trio.wire.lines import encode_line
+from llamad_trio.wire.replies import (
+    CLOSING,
+    call_id,
+    completion_reply,
+    engine_event_reply,
+    error_reply,
+    event_reply,
+)
 
 if TYPE_CHECKING:
     from llamad_trio.core.completion import Completion

@@ -11,7 +11,7 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import apply_converters, boolean, checked, optional, text, whole_number
 from llamad_trio.core.request import Request
 from llamad_trio.wire.converter import given_fields, structure, unknown_field, unstructure
-from llamad_trio.wire.strict_json import decode_object
+from llamad_trio.wire.lines import decode_object
 
 CallId = str | int
 
@@ -190,8 +190,7 @@ _OPS: dict[str | None, type[Call]] = {
 _OURS = {"request", "is_original"}
 """Fields that no client has."""
 
-_HAVE_REQUEST = {op for op, kind in _OPS.items() if "request" in attrs.fields_dict(kind)}
-_OWN = {op: given_fields(kind) - _OURS for op, kind in _OPS.items()}
+_OWN = {kind: given_fields(kind) - _OURS for kind in _OPS.values()}
 _OF_REQUEST = {"tokens", *given_fields(Request)}
 _KNOWN = {"op"}.union(_OF_REQUEST, *_OWN.values())
 
@@ -212,16 +211,17 @@ def decode_call(line: bytes) -> Call:
     if kind is None:
         known = ", ".join(name for name in _OPS if name)
         raise ProtocolError(f"unknown op {str(op)[:64]!r}; known are {known}")
-    fields = _OWN[op] | _OF_REQUEST if op in _HAVE_REQUEST else _OWN[op]
+    own = _OWN[kind]
+    has_request = "request" in attrs.fields_dict(kind)
+    fields = own | _OF_REQUEST if has_request else own
     if unknown := data.keys() - fields:
         misspelt = unknown - _KNOWN  # the others are fields of another call
         raise unknown_field(misspelt or unknown, fields | {"op"} if misspelt else ())
-    if op not in _HAVE_REQUEST:
+    if not has_request:
         return structure(data, kind)
-    of_call = {name: data.pop(name) for name in _OWN[op] & data.keys()}
-    is_original = op is None and data.keys() | of_call.keys() <= ORIGINAL_FIELDS
-    if is_original:
-        of_call["is_original"] = True
+    if kind is Generate and data.keys() <= ORIGINAL_FIELDS:
+        data["is_original"] = True
+    of_call = {name: data.pop(name) for name in (own | _OURS) & data.keys()}
     return structure({**of_call, "request": _request(data)}, kind)
 
 

@@ -21,20 +21,6 @@ from llamad_trio.core.tools import Tool, ToolCall
 T = TypeVar("T", bound=attrs.AttrsInstance)
 
 
-def _new_converter(*, forbid_extra_keys: bool) -> cattrs.Converter:
-    return cattrs.Converter(
-        forbid_extra_keys=forbid_extra_keys,
-        prefer_attrib_converters=True,
-        detailed_validation=False,
-        omit_if_default=True,
-    )
-
-
-_converter = _new_converter(forbid_extra_keys=True)
-_tolerant_converter = _new_converter(forbid_extra_keys=False)
-"""For replies: whoever wrote them may be newer."""
-
-
 def structure(value: object, kind: type[T]) -> T:
     """JSON data as an instance of a type.
 
@@ -111,13 +97,6 @@ def _float(value: object, _: object) -> float:
     return float(value)
 
 
-for _each in (_converter, _tolerant_converter):
-    _each.register_structure_hook(bool, _strictly(bool, "true or false"))
-    _each.register_structure_hook(int, _strictly(int, "an integer"))
-    _each.register_structure_hook(str, _strictly(str, "text"))
-    _each.register_structure_hook(float, _float)
-
-
 # -- classes ------------------------------------------------------------------------------
 
 
@@ -138,17 +117,23 @@ def register(kind: type[attrs.AttrsInstance], **overrides: Any) -> None:
     _overrides[kind] = overrides
 
 
+register(ToolCall)
+register(Message, tool_calls=override(struct_hook=_many("tool_calls", ToolCall)))
+register(Tool, function=override(omit=True))
+register(
+    Request,
+    history=override(struct_hook=_many("history", Message)),
+    tools=override(struct_hook=_many("tools", Tool)),
+)
+register(Completion, value=override(omit=True))
+register(Choice)
+register(EngineConfig, lane=override(omit=True))
+
+
 def _reader(
     kind: type[attrs.AttrsInstance], converter: cattrs.Converter
 ) -> Callable[[Any, Any], object]:
-    read: Callable[[Any, Any], object] = make_dict_structure_fn(
-        kind,
-        converter,
-        _cattrs_forbid_extra_keys=converter is _converter,
-        _cattrs_prefer_attrib_converters=True,
-        _cattrs_detailed_validation=False,
-        **_overrides[kind],
-    )
+    read: Callable[[Any, Any], object] = make_dict_structure_fn(kind, converter, **_overrides[kind])
 
     def read_once(value: Any, type_: type) -> object:
         # A call's request is put together before the call is.
@@ -163,12 +148,6 @@ def _writer(
     return make_dict_unstructure_fn(
         kind, converter, _cattrs_omit_if_default=True, **_overrides[kind]
     )
-
-
-for _each in (_converter, _tolerant_converter):
-    # Made when first needed: all of them take a tenth of a second, at each start of a process.
-    _each.register_structure_hook_factory(_overrides.__contains__, _reader)
-    _each.register_unstructure_hook_factory(_overrides.__contains__, _writer)
 
 
 def _bytes_as_numbers(logprob: TokenLogprob) -> dict[str, Any]:
@@ -198,17 +177,28 @@ def _numbers_as_bytes(value: Any, _: object) -> TokenLogprob:
     raise ProtocolError("bad logprobs")
 
 
-for _each in (_converter, _tolerant_converter):
-    _each.register_structure_hook(TokenLogprob, _numbers_as_bytes)
-    _each.register_unstructure_hook(TokenLogprob, _bytes_as_numbers)
-register(ToolCall)
-register(Message, tool_calls=override(struct_hook=_many("tool_calls", ToolCall)))
-register(Tool, function=override(omit=True))
-register(
-    Request,
-    history=override(struct_hook=_many("history", Message)),
-    tools=override(struct_hook=_many("tools", Tool)),
-)
-register(Completion, value=override(omit=True))
-register(Choice)
-register(EngineConfig, lane=override(omit=True))
+# -- the converters -----------------------------------------------------------------------
+
+
+def _new_converter(*, forbid_extra_keys: bool) -> cattrs.Converter:
+    made = cattrs.Converter(
+        forbid_extra_keys=forbid_extra_keys,
+        prefer_attrib_converters=True,
+        detailed_validation=False,
+        omit_if_default=True,
+    )
+    made.register_structure_hook(bool, _strictly(bool, "true or false"))
+    made.register_structure_hook(int, _strictly(int, "an integer"))
+    made.register_structure_hook(str, _strictly(str, "text"))
+    made.register_structure_hook(float, _float)
+    # Made when first needed: all of them take a tenth of a second, at each start of a process.
+    made.register_structure_hook_factory(_overrides.__contains__, _reader)
+    made.register_unstructure_hook_factory(_overrides.__contains__, _writer)
+    made.register_structure_hook(TokenLogprob, _numbers_as_bytes)
+    made.register_unstructure_hook(TokenLogprob, _bytes_as_numbers)
+    return made
+
+
+_converter = _new_converter(forbid_extra_keys=True)
+_tolerant_converter = _new_converter(forbid_extra_keys=False)
+"""For replies: whoever wrote them may be newer."""

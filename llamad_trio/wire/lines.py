@@ -1,6 +1,16 @@
-"""Bytes to lines, however they are cut.  Decides what a line is, not what it says."""
+"""Bytes to lines, however they are cut, and lines to JSON objects: nothing beyond the standard,
+no key twice, nothing lost.  Decides what an object is, not what it says."""
 
 from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import NoReturn
+
+import msgspec
+
+from llamad_trio.core.errors import ProtocolError
 
 
 class LineTooLong(Exception):
@@ -35,7 +45,7 @@ class LineBuffer:
             LineTooLong: it is too long, or will be.
         """
         end = self._data.find(b"\n", self._searched)
-        self._searched = max(len(self._data) if end < 0 else end, 0)
+        self._searched = len(self._data) if end < 0 else end
         if self._max_bytes is not None and self._searched > self._max_bytes:
             raise LineTooLong
         if end < 0:
@@ -53,3 +63,67 @@ class LineBuffer:
             self._data.clear()
             self._searched = 0
         return line
+
+
+def decode_object(line: bytes) -> dict[str, object]:
+    """A line as a JSON object.
+
+    Raises:
+        ProtocolError: it is something else, or not JSON.
+    """
+    try:
+        value = _DECODER.decode(line.decode())
+    except RecursionError:
+        raise ProtocolError("the JSON is nested too deeply") from None
+    except ValueError as error:  # of JSON, of UTF-8, and integers of too many digits
+        raise ProtocolError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError(f"must be a JSON object, not {_NAMES[type(value)]}")
+    return value
+
+
+def encode_line(reply: Mapping[str, object]) -> bytes:
+    """A reply as a line, its newline included.
+
+    Lone surrogates, which UTF-8 has not, become question marks.
+    """
+    try:
+        return msgspec.json.encode(reply) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(reply, ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"duplicate field {name[:64]!r}")
+            seen.add(name)
+    return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"number out of range: {text[:32]}")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_once, parse_float=_finite, parse_constant=_no_constant
+)
+
+_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}

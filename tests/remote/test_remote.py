@@ -54,7 +54,7 @@ from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 from llamad_trio.watch.freshness import refresh_if_possible
 from llamad_trio.wire.converter import unstructure
-from llamad_trio.wire.errors import error_reply
+from llamad_trio.wire.replies import error_reply
 from tests.support import ENDLESS, read_all, until, until_idle
 
 if TYPE_CHECKING:

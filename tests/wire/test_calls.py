@@ -31,7 +31,7 @@ from llamad_trio.wire.calls import (
     decode_call,
     encode_call,
 )
-from llamad_trio.wire.strict_json import encode_line
+from llamad_trio.wire.lines import encode_line
 from tests.effort import assert_linear
 
 Json = dict[str, Any]

@@ -19,8 +19,8 @@ from llamad_trio.core.engine_events import (
     RequestQueued,
 )
 from llamad_trio.core.errors import Busy, EngineCrashed, InferenceError, ProtocolError
-from llamad_trio.wire.engine_events import call_id, engine_event_from, engine_event_reply
-from llamad_trio.wire.strict_json import encode_line
+from llamad_trio.wire.lines import encode_line
+from llamad_trio.wire.replies import call_id, engine_event_from, engine_event_reply
 
 VALUES: dict[str, Any] = {
     "aborted": True,

@@ -35,9 +35,17 @@ from llamad_trio.core.errors import (
 from llamad_trio.core.request import Request
 from llamad_trio.core.tools import ToolCall
 from llamad_trio.remote.reply import reading_reply
-from llamad_trio.wire.errors import CLOSING, error_from, error_reply, error_text
-from llamad_trio.wire.replies import completion_from, completion_reply, event_from, event_reply
-from llamad_trio.wire.strict_json import encode_line
+from llamad_trio.wire.lines import encode_line
+from llamad_trio.wire.replies import (
+    CLOSING,
+    completion_from,
+    completion_reply,
+    error_from,
+    error_reply,
+    error_text,
+    event_from,
+    event_reply,
+)
 
 Json = dict[str, Any]
 
