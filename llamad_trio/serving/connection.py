@@ -9,7 +9,7 @@ import trio
 
 from llamad_trio.core.limits import Limits
 from llamad_trio.system.nursery import unlimited
-from llamad_trio.wire.lines import LineBuffer, LineTooLong
+from llamad_trio.wire.lines import LineBuffer
 
 CHUNK_BYTES = 64 * 1024
 
@@ -19,14 +19,6 @@ LINGER_S = 1.0
 MOST_LEFT_BYTES = 1024 * 1024
 """How much of what a client has sent is thrown away before its socket is closed: a socket
 that is closed with something unread resets the connection."""
-
-
-class ReadTimeout(Exception):
-    """The client takes too long to send a request."""
-
-
-class RequestTooLarge(Exception):
-    """The client sends more than a request may be."""
 
 
 class Connection:
@@ -55,11 +47,11 @@ class Connection:
         any other.  A checkpoint; cancelled, nothing is lost.
 
         Raises:
-            ReadTimeout, RequestTooLarge: there will be no request.
+            trio.TooSlowError, LineTooLong: there will be no request.
         """
         await trio.lowlevel.checkpoint()
         started = is_first or not self._lines.is_empty
-        with unlimited() as scope:
+        with trio.fail_at(math.inf) as scope:
             while True:
                 if started and scope.deadline == math.inf:
                     scope.deadline = trio.current_time() + self._limits.request_timeout_s
@@ -75,11 +67,8 @@ class Connection:
                         self.at_end = True
                         line = self._lines.pop_rest()
                         return line if line or is_first else None
-                except LineTooLong:
-                    raise RequestTooLarge from None
                 except trio.BrokenResourceError:
                     await self._leave()
-        raise ReadTimeout
 
     async def send(self, line: bytes) -> None:
         """Send a line.

@@ -10,7 +10,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from llamad_trio.core.errors import (
 )
 from llamad_trio.core.info import DaemonStats, ModelStats
 from llamad_trio.core.limits import Limits
-from llamad_trio.serving.connection import Connection, ReadTimeout, RequestTooLarge
+from llamad_trio.serving.connection import Connection
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,
     listening,
@@ -57,7 +57,7 @@ from llamad_trio.wire.calls import (
     decode_call,
 )
 from llamad_trio.wire.converter import unstructure
-from llamad_trio.wire.lines import encode_line
+from llamad_trio.wire.lines import LineTooLong, encode_line
 from llamad_trio.wire.replies import (
     CLOSING,
     call_id,
@@ -216,57 +216,30 @@ class _Server:
         """The engine that is asked."""
         return self.engines[self.name(name)]
 
-    def models(self) -> list[Reply]:
-        """What there is to choose from."""
-        default = self.name(None)
-        return [
-            {"name": name, "default": name == default, "state": state_of(engine)}
-            | (
-                {}
-                if (seen := _seen(engine)) is None
-                else {
-                    "description": seen.info.description,
-                    "n_ctx": seen.config.n_ctx,
-                    "n_slots": seen.config.n_slots,
-                }
-            )
-            for name, engine in self.engines.items()
-        ]
 
-    def stats(self) -> Reply:
-        """What `DaemonStats` is made of."""
-        seen = {name: _seen(engine) for name, engine in self.engines.items()}
-        return unstructure(
-            DaemonStats(
-                uptime_s=trio.current_time() - self.started_at,
-                connections=self.n_connections,
-                default=self.name(None),
-                models={name: model for name, model in seen.items() if model is not None},
-                states={name: state_of(engine) for name, engine in self.engines.items()},
-            )
-        )
-
-
-def state_of(engine: EngineLike) -> str:
+def _state(engine: EngineLike) -> str:
     """A model's state, as `Models.state`; an engine alone is ready or it is not."""
     return str(getattr(engine, "state", "ready" if engine.is_open else "failed"))
 
 
-def _seen(engine: EngineLike) -> ModelStats | None:
-    """What is known of a model; `None` while it is not loaded."""
+def _stats_if_loaded(engine: EngineLike) -> ModelStats | None:
     try:
         return ModelStats(info=engine.info, config=engine.config, stats=engine.stats())
     except LlamadError:
         return None
 
 
-class _StreamTimeout(Exception):
-    """No token has come for too long."""
+def _model_entry(name: str, engine: EngineLike, default: str) -> Reply:
+    entry: Reply = {"name": name, "default": name == default, "state": _state(engine)}
+    if (known := _stats_if_loaded(engine)) is not None:
+        entry["description"] = known.info.description
+        entry |= {"n_ctx": known.config.n_ctx, "n_slots": known.config.n_slots}
+    return entry
 
 
 _UNEXPECTED = InferenceError("internal error; the daemon's log tells more")
 
-_REFUSALS = {ReadTimeout: "read timeout", RequestTooLarge: "request too large"}
+_REFUSALS = {trio.TooSlowError: "read timeout", LineTooLong: "request too large"}
 
 
 class _Client:
@@ -304,7 +277,7 @@ class _Client:
                 if not self._n_calls and not self._has_said_closing:
                     self._say_closing({})
                 raise
-            except (ReadTimeout, RequestTooLarge) as error:
+            except (trio.TooSlowError, LineTooLong) as error:
                 await self._refuse(_REFUSALS[type(error)])
                 return
             if line is None:
@@ -351,7 +324,7 @@ class _Client:
                     await self._reply(call, head)
             except LlamadError as error:
                 await self._send(head | error_reply(error, is_original=is_original))
-            except _StreamTimeout:
+            except trio.TooSlowError:
                 await self._send(head | {"error": "stream timeout"})
             except trio.Cancelled:
                 if not scope.cancel_called:
@@ -386,50 +359,47 @@ class _Client:
                 del self._calls[call.id]
 
     async def _reply(self, call: Call, head: Reply) -> None:
-        server = self._server
-        match call:
-            case Generate():
-                await self._generate(call, head)
-                return
-            case Events():
-                await self._watch(call, head)
-                return
-            case Ping():
-                reply: Reply = {"pong": True}
-            case Models():
-                reply = {"models": server.models()}
-            case Stats():
-                await refresh_all(server.engines.values())
-                reply = server.stats()
-            case Metrics():
-                if server.metrics is None:
-                    raise UnsupportedFeature("metrics", "this server counts none")
-                reply = {"metrics": (await server.metrics.scrape()).decode()}
-            case Cancel():
-                wanted = None if call.id is None else self._calls.get(call.id)
-                if wanted is not None:
-                    wanted.cancel()
-                reply = {"cancelled": wanted is not None}
-            case Tokenize():
-                tokens = await server.engine(call.model).tokenize(call.text, special=call.special)
-                reply = {"tokens": tokens}
-            case Detokenize():
-                reply = {"text": await server.engine(call.model).detokenize(call.tokens)}
-            case Render():
-                reply = {"text": await server.engine(call.model).render(call.request)}
-            case CountTokens():
-                reply = {"count": await server.engine(call.model).count_tokens(call.request)}
-            case Score():
-                engine = server.engine(call.model)
-                reply = {"scores": await engine.score(call.request, call.continuations)}
-            case Choose():
-                engine = server.engine(call.model)
-                reply = {"choice": unstructure(await engine.choose(call.request, call.options))}
-            case _:
-                raise ProtocolError(f"unknown op {call.op!r}")
+        if query := _QUERIES.get(type(call)):
+            key, ask = query
+            reply: Reply = {key: await ask(self._server.engine(call.model), call)}
+        else:
+            reply = await _HANDLERS[type(call)](self, call, head)
         await self._send(head | reply)
 
-    async def _generate(self, call: Generate, head: Reply) -> None:
+    async def _ping(self, _call: Ping, _head: Reply) -> Reply:
+        return {"pong": True}
+
+    async def _models(self, _call: Models, _head: Reply) -> Reply:
+        default = self._server.name(None)
+        engines = self._server.engines.items()
+        return {"models": [_model_entry(name, engine, default) for name, engine in engines]}
+
+    async def _stats(self, _call: Stats, _head: Reply) -> Reply:
+        server = self._server
+        await refresh_all(server.engines.values())
+        known = {name: _stats_if_loaded(engine) for name, engine in server.engines.items()}
+        return unstructure(
+            DaemonStats(
+                uptime_s=trio.current_time() - server.started_at,
+                connections=server.n_connections,
+                default=server.name(None),
+                models={name: stats for name, stats in known.items() if stats is not None},
+                states={name: _state(engine) for name, engine in server.engines.items()},
+            )
+        )
+
+    async def _metrics(self, _call: Metrics, _head: Reply) -> Reply:
+        if self._server.metrics is None:
+            raise UnsupportedFeature("metrics", "this server counts none")
+        return {"metrics": (await self._server.metrics.scrape()).decode()}
+
+    async def _cancel(self, call: Cancel, _head: Reply) -> Reply:
+        wanted = None if call.id is None else self._calls.get(call.id)
+        if wanted is not None:
+            wanted.cancel()
+        return {"cancelled": wanted is not None}
+
+    async def _generate(self, call: Generate, head: Reply) -> Reply:
         engine = self._server.engine(call.model)
         if call.stream or call.events:
             completion = await self._stream(engine, call, head)
@@ -437,12 +407,11 @@ class _Client:
             completion = await engine.complete(call.request)
         done: Reply = {"done": True} if call.stream or call.events else {}
         stats = {"stats": unstructure(engine.stats())} if call.with_stats else {}
-        reply = completion_reply(completion, is_original=call.is_original)
-        await self._send(head | done | reply | stats)
+        return done | completion_reply(completion, is_original=call.is_original) | stats
 
     async def _stream(self, engine: EngineLike, call: Generate, head: Reply) -> Completion:
         timeout_s = self._server.limits.stream_timeout_s
-        with trio.move_on_after(timeout_s) as patience:
+        with trio.fail_after(timeout_s) as patience:
             # Whatever is generated counts as progress, also what only events tell.
             async with engine.stream_events(call.request) as events:
                 async for event in events:
@@ -454,16 +423,15 @@ class _Client:
                         await self._send(head | event_reply(event))
                     patience.deadline = trio.current_time() + timeout_s
                 return await events.result()
-        raise _StreamTimeout
 
-    async def _watch(self, call: Events, head: Reply) -> None:
+    async def _watch(self, call: Events, head: Reply) -> Reply:
         async with self._server.engine(call.model).events(call.max_events) as events:
             await self._send(head | {"watching": True})
             # Times are sent by the clock that all processes of a machine share.
             shift_s = time.monotonic() - trio.current_time()
             async for event in events:
                 await self._send(head | engine_event_reply(event, shift_s))
-        await self._send(head | {"done": True})
+        return {"done": True}
 
     async def _send(self, reply: Reply) -> None:
         await self._connection.send(encode_line(reply))
@@ -473,3 +441,29 @@ class _Client:
         self._has_said_closing = True
         if not self._scope.cancel_called:
             self._connection.send_now(encode_line(head | {"error": CLOSING}))
+
+
+async def _choose(engine: EngineLike, call: Choose) -> Reply:
+    return unstructure(await engine.choose(call.request, call.options))
+
+
+_QUERIES: dict[type[Call], tuple[str, Callable[[EngineLike, Any], Awaitable[object]]]] = {
+    Tokenize: ("tokens", lambda engine, call: engine.tokenize(call.text, special=call.special)),
+    Detokenize: ("text", lambda engine, call: engine.detokenize(call.tokens)),
+    Render: ("text", lambda engine, call: engine.render(call.request)),
+    CountTokens: ("count", lambda engine, call: engine.count_tokens(call.request)),
+    Score: ("scores", lambda engine, call: engine.score(call.request, call.continuations)),
+    Choose: ("choice", _choose),
+}
+"""What an engine answers with one value: the key of that, and how the engine is asked."""
+
+_HANDLERS: dict[type[Call], Callable[[_Client, Any, Reply], Awaitable[Reply]]] = {
+    Generate: _Client._generate,
+    Events: _Client._watch,
+    Ping: _Client._ping,
+    Models: _Client._models,
+    Stats: _Client._stats,
+    Metrics: _Client._metrics,
+    Cancel: _Client._cancel,
+}
+"""All other calls: each gives the last line of its reply, and sends those before it."""
