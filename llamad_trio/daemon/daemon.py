@@ -16,7 +16,7 @@ from llamad_trio.daemon.config import DaemonConfig
 from llamad_trio.daemon.metrics_socket import serve_metrics
 from llamad_trio.daemon.systemd import notify
 from llamad_trio.serving.listener import serve_unix
-from llamad_trio.serving.unix_socket import claimed
+from llamad_trio.serving.unix_socket import claim_path
 from llamad_trio.supervision.models import Models, open_models
 from llamad_trio.system.nursery import open_plain_nursery, run_all, unlimited
 from llamad_trio.watch.prometheus import EngineMetrics
@@ -100,7 +100,7 @@ class _Daemon:
         inherited = self._inherited
         if inherited is not None:
             return nullcontext(lambda: inherited)
-        return claimed(self._config.socket)
+        return claim_path(self._config.socket)
 
     async def _serve(self, listen: Callable[[], socket.socket]) -> None:
         config = self._config

@@ -6,7 +6,7 @@ from os import PathLike
 
 import trio
 
-from llamad_trio.serving.unix_socket import listening, peer_is_trusted
+from llamad_trio.serving.unix_socket import open_listener, peer_is_trusted
 from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch.prometheus import CONTENT_TYPE, EngineMetrics
 
@@ -45,7 +45,7 @@ async def serve_metrics(
                 except trio.BrokenResourceError:
                     return  # it has gone
 
-    async with listening(path) as listener:
+    async with open_listener(path) as listener:
         task_status.started(None)
         await trio.serve_listeners(answer, [listener])
 

@@ -114,7 +114,7 @@ def pull(
     report = _Reporter(model, progress)
     try:
         pulls.mkdir(parents=True, exist_ok=True)
-        with _locked(pulls / f"{model.name}.lock", report.waiting) as lock_fd:
+        with _hold_lock(pulls / f"{model.name}.lock", report.waiting) as lock_fd:
             return _Pull(model, pulls / model.name, lock_fd, report).run(verify=verify)
     except OSError as error:
         raise PullError(model.name, _os_reason(error)) from error
@@ -139,7 +139,7 @@ class _Reporter:
 
 
 @contextmanager
-def _locked(path: Path, on_wait: Callable[[], None]) -> Generator[int]:
+def _hold_lock(path: Path, on_wait: Callable[[], None]) -> Generator[int]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -296,7 +296,7 @@ class _Pull:
             return
         except Exception as error:
             raise PullError(self.model.name, _hub_reason(source, error)) from error
-        expected = self._expected(stated.etag, stated.size, source)
+        expected = self._expected_digest(stated.etag, stated.size, source)
         if self.target.is_file() and self._is(self.target, expected):
             self._keep_receipt(expected)
             return
@@ -337,11 +337,11 @@ class _Pull:
             )
         # The cache names a file by its digest, so that it can be checked without the hub.
         blob = Path(cached).resolve()
-        expected = self._expected(blob.name, blob.stat().st_size, source)
+        expected = self._expected_digest(blob.name, blob.stat().st_size, source)
         copy = self.scratch / "copy"
         self._install(copy, expected, self._write(copy, _file_chunks(blob), expected.size_bytes))
 
-    def _expected(
+    def _expected_digest(
         self, sha256: str | None, size_bytes: int | None, source: HubSource
     ) -> FileDigest:
         if self.model.digest is not None:

@@ -48,12 +48,12 @@ from llamad_trio.wire.calls import (
     Choose,
     CountTokens,
     Detokenize,
-    Events,
     Generate,
+    GetStats,
     Render,
     Score,
-    Stats,
     Tokenize,
+    WatchEvents,
 )
 from llamad_trio.wire.converter import structure_known
 
@@ -103,7 +103,7 @@ async def daemon_stats(path: str | PathLike[str]) -> DaemonStats:
 
 async def stats_of(peer: Peer) -> DaemonStats:
     """`daemon_stats`, of whoever answers."""
-    async with open_call(peer, Stats()) as reply:
+    async with open_call(peer, GetStats()) as reply:
         return await _stats_in(reply)
 
 
@@ -162,7 +162,7 @@ class RemoteEngine(EngineLike):
         such once the daemon has noticed, which takes a moment.  Raises `EngineClosed` if the
         model is not loaded.
         """
-        async with self._open_call(Stats()) as reply:
+        async with self._open_call(GetStats()) as reply:
             daemon = await _stats_in(reply)
         if self._name not in daemon.models:
             raise EngineClosed
@@ -184,7 +184,7 @@ class RemoteEngine(EngineLike):
     @asynccontextmanager
     async def _events(self, max_events: int) -> AsyncIterator[RemoteEvents]:
         check_max_events(max_events)
-        call = Events(max_events=max_events, model=self._name)
+        call = WatchEvents(max_events=max_events, model=self._name)
         with self._callers.remember_ended():  # before it watches over there
             async with self._open_call(call) as reply:
                 await reply.next_line()  # it watches from here on

@@ -32,8 +32,8 @@ from llamad_trio.core.limits import Limits
 from llamad_trio.serving.connection import Connection
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,
-    listening,
     open_hangup_watcher,
+    open_listener,
     peer_is_trusted,
 )
 from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
@@ -45,15 +45,15 @@ from llamad_trio.wire.calls import (
     Choose,
     CountTokens,
     Detokenize,
-    Events,
     Generate,
-    Metrics,
-    Models,
+    GetMetrics,
+    GetStats,
+    ListModels,
     Ping,
     Render,
     Score,
-    Stats,
     Tokenize,
+    WatchEvents,
     decode_call,
 )
 from llamad_trio.wire.converter import unstructure
@@ -119,7 +119,7 @@ async def serve_unix(
             path.setblocking(False)
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(path))
         else:
-            listener = await stack.enter_async_context(listening(path))
+            listener = await stack.enter_async_context(open_listener(path))
         await serve_listener(
             engines,
             listener,
@@ -150,7 +150,7 @@ async def serve_listener(
             await trio.serve_listeners(server.handle, [listener], handler_nursery=clients)
         except* trio.EndOfChannel:
             with trio.move_on_after(LAST_WORDS_S):
-                await server.all_answered()
+                await server.wait_all_answered()
             clients.cancel_scope.cancel()
 
 
@@ -169,7 +169,7 @@ class _Server:
     started_at: float = attrs.field(factory=trio.current_time)
     decoding: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
 
-    async def all_answered(self) -> None:
+    async def wait_all_answered(self) -> None:
         """Wait until no call is under way."""
         while self.n_calls:
             self.answered = trio.Event()
@@ -199,7 +199,7 @@ class _Server:
                 connection.discard()
 
     async def _leave_with_client(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        await self.watcher.gone(stream.socket)
+        await self.watcher.wait_gone(stream.socket)
         scope.cancel()
 
     async def decode(self, line: bytes) -> Call:
@@ -320,7 +320,7 @@ class _Client:
         call_id.set(call.id)
         with unlimited() as scope:
             try:
-                with self._under_way(call, scope):
+                with self._register_call(call, scope):
                     await self._reply(call, head)
             except LlamadError as error:
                 await self._send(head | error_reply(error, is_original=is_original))
@@ -337,7 +337,7 @@ class _Client:
             await self._send(head | {"error": "cancelled"})
 
     @contextmanager
-    def _under_way(self, call: Call, scope: trio.CancelScope) -> Iterator[None]:
+    def _register_call(self, call: Call, scope: trio.CancelScope) -> Iterator[None]:
         if isinstance(call, Cancel):
             yield
             return
@@ -369,12 +369,12 @@ class _Client:
     async def _ping(self, _call: Ping, _head: Reply) -> Reply:
         return {"pong": True}
 
-    async def _models(self, _call: Models, _head: Reply) -> Reply:
+    async def _models(self, _call: ListModels, _head: Reply) -> Reply:
         default = self._server.name(None)
         engines = self._server.engines.items()
         return {"models": [_model_entry(name, engine, default) for name, engine in engines]}
 
-    async def _stats(self, _call: Stats, _head: Reply) -> Reply:
+    async def _stats(self, _call: GetStats, _head: Reply) -> Reply:
         server = self._server
         await refresh_all(server.engines.values())
         known = {name: _stats_if_loaded(engine) for name, engine in server.engines.items()}
@@ -388,7 +388,7 @@ class _Client:
             )
         )
 
-    async def _metrics(self, _call: Metrics, _head: Reply) -> Reply:
+    async def _metrics(self, _call: GetMetrics, _head: Reply) -> Reply:
         if self._server.metrics is None:
             raise UnsupportedFeature("metrics", "this server counts none")
         return {"metrics": (await self._server.metrics.scrape()).decode()}
@@ -424,7 +424,7 @@ class _Client:
                     patience.deadline = trio.current_time() + timeout_s
                 return await events.result()
 
-    async def _watch(self, call: Events, head: Reply) -> Reply:
+    async def _watch(self, call: WatchEvents, head: Reply) -> Reply:
         async with self._server.engine(call.model).events(call.max_events) as events:
             await self._send(head | {"watching": True})
             # Times are sent by the clock that all processes of a machine share.
@@ -459,11 +459,11 @@ _QUERIES: dict[type[Call], tuple[str, Callable[[EngineLike, Any], Awaitable[obje
 
 _HANDLERS: dict[type[Call], Callable[[_Client, Any, Reply], Awaitable[Reply]]] = {
     Generate: _Client._generate,
-    Events: _Client._watch,
+    WatchEvents: _Client._watch,
     Ping: _Client._ping,
-    Models: _Client._models,
-    Stats: _Client._stats,
-    Metrics: _Client._metrics,
+    ListModels: _Client._models,
+    GetStats: _Client._stats,
+    GetMetrics: _Client._metrics,
     Cancel: _Client._cancel,
 }
 """All other calls: each gives the last line of its reply, and sends those before it."""

@@ -42,10 +42,10 @@ LOCK_TRIES = 100
 
 
 @asynccontextmanager
-async def listening(
+async def open_listener(
     path: str | os.PathLike[str], *, backlog: int = BACKLOG
 ) -> AsyncIterator[trio.SocketListener]:
-    """A Unix socket at `path` that listens inside the block: `claimed`, and at once.
+    """A Unix socket at `path` that listens inside the block: `claim_path`, and at once.
 
     Entering is a checkpoint; cancelled, it leaves nothing behind.  Leaving is none, and
     works in a cancelled scope.
@@ -55,14 +55,14 @@ async def listening(
     """
     await trio.lowlevel.checkpoint()
     with (
-        claimed(path, backlog=backlog) as listen,
+        claim_path(path, backlog=backlog) as listen,
         closing(trio.socket.from_stdlib_socket(listen())) as sock,
     ):
         yield trio.SocketListener(sock)
 
 
 @contextmanager
-def claimed(
+def claim_path(
     path: str | os.PathLike[str], *, backlog: int = BACKLOG
 ) -> Iterator[Callable[[], socket.socket]]:
     """Have `path` for a Unix socket inside the block, which gives a function that listens there.
@@ -82,7 +82,7 @@ def claimed(
     """
     name = os.fspath(path)
     with ExitStack() as held:
-        with _explained(name):
+        with _os_errors_as(name):
             _claim(name, held)
         yield partial(_listen, name, backlog, held)
 
@@ -99,7 +99,7 @@ def _claim(path: str, held: ExitStack) -> None:
 
 def _listen(path: str, backlog: int, held: ExitStack) -> socket.socket:
     """Look again, bind, listen."""
-    with _explained(path):
+    with _os_errors_as(path):
         absolute = str(Path(path).absolute())
         _remove_stale(path)
         sock = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -111,7 +111,7 @@ def _listen(path: str, backlog: int, held: ExitStack) -> socket.socket:
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
+def _os_errors_as(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -264,7 +264,7 @@ class HangupWatcher:
         self._hangups: dict[int, trio.Event] = {}
         self._closed = False
 
-    async def gone(self, sock: socket.socket | trio.socket.SocketType) -> None:
+    async def wait_gone(self, sock: socket.socket | trio.socket.SocketType) -> None:
         """Wait until the peer of `sock` has closed the connection or died.
 
         Returns at once if it already has.  Also returns when both sides have shut down
@@ -285,13 +285,13 @@ class HangupWatcher:
             raise trio.ClosedResourceError
         if self._epoll is None:
             await trio.sleep_forever()
-        with self._watched(self._epoll, fd) as hangup:
+        with self._watch(self._epoll, fd) as hangup:
             await hangup.wait()
         if self._closed:
             raise trio.ClosedResourceError
 
     @contextmanager
-    def _watched(self, epoll: select.epoll, fd: int) -> Iterator[trio.Event]:
+    def _watch(self, epoll: select.epoll, fd: int) -> Iterator[trio.Event]:
         try:
             # No events are asked for: EPOLLHUP and EPOLLERR are always told, data never is.
             epoll.register(fd, select.EPOLLET)

@@ -37,7 +37,7 @@ class Budget:
         self._held: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def held(self, name: str, model: str, config: EngineConfig) -> AsyncIterator[None]:
+    async def hold(self, name: str, model: str, config: EngineConfig) -> AsyncIterator[None]:
         """Hold what a model needs inside the block.  A checkpoint if there is a limit.
 
         Raises:

@@ -30,7 +30,7 @@ from llamad_trio.watch.freshness import refresh_if_possible
 
 T = TypeVar("T")
 
-Opener = Callable[[str, EngineSpec, Broadcast], AbstractAsyncContextManager[EngineLike]]
+OpenModel = Callable[[str, EngineSpec, Broadcast], AbstractAsyncContextManager[EngineLike]]
 """Opens the engine of a model, which tells what happens to it under the model's name."""
 
 
@@ -50,7 +50,7 @@ async def open_models(
     default: str | None = None,
     restart: RestartPolicy | None = None,
     memory_budget_bytes: int | Literal["auto"] | None = None,
-    opener: Opener = _open,
+    opener: OpenModel = _open,
 ) -> AsyncIterator[Models]:
     """Run several models inside the block.
 
@@ -75,7 +75,7 @@ async def open_models(
         RestartsExhausted: a model failed more often than its policy allows; ends the block,
             and cancels who waits for a model in there.
     """
-    specs = _checked(specs)
+    specs = _check_specs(specs)
     default = optional(text)(default, "default")
     if default is not None and default not in specs:
         raise ProtocolError(f"the default model {default!r} is none of {', '.join(specs)}")
@@ -94,7 +94,7 @@ async def open_models(
                 models.close()
 
 
-def _checked(specs: object) -> dict[str, EngineSpec]:
+def _check_specs(specs: object) -> dict[str, EngineSpec]:
     if not isinstance(specs, Mapping):
         raise ProtocolError(f"models must be EngineSpecs by name, not {type(specs).__name__}")
     for name, spec in specs.items():
@@ -117,7 +117,7 @@ class Models(Mapping[str, "Model"]):
         default: str | None,
         policy: RestartPolicy,
         budget: Budget,
-        opener: Opener,
+        opener: OpenModel,
         broadcast: Broadcast,
     ) -> None:
         self._nursery = nursery
@@ -174,26 +174,26 @@ class Models(Mapping[str, "Model"]):
         **fields: Unpack[RequestFields],
     ) -> Completion[Any]:
         """As `Engine.complete`, of `model`, or the default one."""
-        asked = self._asked(model)
+        asked = self._model_for_request(model)
         return await asked.complete(request, into=into, describe=describe, **fields)
 
     async def complete_text(
         self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> str:
         """As `Engine.complete_text`, of `model`, or the default one."""
-        return await self._asked(model).complete_text(request, **fields)
+        return await self._model_for_request(model).complete_text(request, **fields)
 
     def stream(
         self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> AbstractAsyncContextManager[TokenStream]:
         """As `Engine.stream`, of `model`, or the default one."""
-        return self._asked(model).stream(request, **fields)
+        return self._model_for_request(model).stream(request, **fields)
 
     def stream_events(
         self, request: Request | str, *, model: str | None = None, **fields: Unpack[RequestFields]
     ) -> AbstractAsyncContextManager[EventStream]:
         """As `Engine.stream_events`, of `model`, or the default one."""
-        return self._asked(model).stream_events(request, **fields)
+        return self._model_for_request(model).stream_events(request, **fields)
 
     # -- the models -------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Models(Mapping[str, "Model"]):
 
     def state(self, name: str) -> ModelState:
         """What is going on with a model.  Raises `ProtocolError` for an unknown one."""
-        return self._named(name).state
+        return self._model_by_name(name).state
 
     async def wait_ready(self, name: str) -> None:
         """Wait until a model is ready, without having it loaded.
@@ -218,7 +218,7 @@ class Models(Mapping[str, "Model"]):
             RestartsExhausted: it was given up; outside the block, which that cancels.
         """
         await trio.lowlevel.checkpoint()
-        await self._named(name).supervisor.wait_ready(want=False)
+        await self._model_by_name(name).supervisor.wait_ready(want=False)
 
     async def load(self, name: str) -> None:
         """Have a model loaded, also if that failed before, and wait until it is ready.
@@ -226,7 +226,7 @@ class Models(Mapping[str, "Model"]):
         A checkpoint; cancelled, the load goes on.  Raises as `wait_ready`.
         """
         await trio.lowlevel.checkpoint()
-        await self._named(name).supervisor.load()
+        await self._model_by_name(name).supervisor.load()
 
     async def unload(self, name: str) -> None:
         """Close a model's engine, and wait until that is done.
@@ -237,7 +237,7 @@ class Models(Mapping[str, "Model"]):
         Raises:
             ProtocolError: there is no such model.
         """
-        await self._named(name).supervisor.unload()
+        await self._model_by_name(name).supervisor.unload()
 
     async def add(self, name: str, spec: EngineSpec) -> None:
         """Add a model, and wait until it is ready, unless it is to be loaded lazily.
@@ -269,7 +269,7 @@ class Models(Mapping[str, "Model"]):
             EngineClosed: the block has ended.
         """
         async with self._changing:
-            self._named(name)
+            self._model_by_name(name)
             await self._change({n: spec for n, spec in self._specs().items() if n != name})
 
     async def change(self, specs: Mapping[str, EngineSpec]) -> None:
@@ -287,7 +287,7 @@ class Models(Mapping[str, "Model"]):
             LlamadError: one could not be loaded.
             EngineClosed: the block has ended.
         """
-        specs = _checked(specs)
+        specs = _check_specs(specs)
         async with self._changing:
             await self._change(specs)
 
@@ -296,7 +296,7 @@ class Models(Mapping[str, "Model"]):
             raise EngineClosed
         old = self._models
         new = {
-            name: self._supervised(name, spec)
+            name: self._supervise(name, spec)
             for name, spec in specs.items()
             if name not in old or old[name].spec != spec
         }
@@ -324,17 +324,17 @@ class Models(Mapping[str, "Model"]):
 
     def start(self, specs: Mapping[str, EngineSpec]) -> None:
         """Begin with these models."""
-        self._models = {name: self._supervised(name, spec) for name, spec in specs.items()}
+        self._models = {name: self._supervise(name, spec) for name, spec in specs.items()}
 
     def close(self) -> None:
         """Take no new models."""
         self._is_closed = True
 
-    def _supervised(self, name: str, spec: EngineSpec) -> Model:
+    def _supervise(self, name: str, spec: EngineSpec) -> Model:
         broadcast = Broadcast(onward=self._broadcast)
         supervisor = Supervisor(
             name,
-            partial(self._budget.held, name, spec.model, spec.config),
+            partial(self._budget.hold, name, spec.model, spec.config),
             partial(self._opener, name, spec, broadcast),
             self._policy,
             inf if spec.unload_after_s is None else spec.unload_after_s,
@@ -358,13 +358,13 @@ class Models(Mapping[str, "Model"]):
             self._exhausted = error
             raise
 
-    def _asked(self, name: str | None) -> Model:
+    def _model_for_request(self, name: str | None) -> Model:
         """The model that a request is for."""
         return self._models[pick_model(name, self._models, self._default)]
 
-    def _named(self, name: str) -> Model:
+    def _model_by_name(self, name: str) -> Model:
         """The model of that name: here `None` is not the default one."""
-        return self._asked(text(name, "model"))
+        return self._model_for_request(text(name, "model"))
 
 
 class Model(EngineLike):

@@ -40,7 +40,7 @@ ModelState = Literal["unloaded", "loading", "ready", "backing off", "failed"]
 """`unloaded`: will be loaded when it is asked.  `failed`: could not be loaded; is not tried
 again before it is told to."""
 
-Opener = Callable[[], AbstractAsyncContextManager["EngineLike"]]
+OpenEngine = Callable[[], AbstractAsyncContextManager["EngineLike"]]
 Reserve = Callable[[], AbstractAsyncContextManager[None]]
 
 
@@ -63,7 +63,7 @@ class Supervisor:
         self,
         name: str,
         reserve: Reserve,
-        open_engine: Opener,
+        open_engine: OpenEngine,
         policy: RestartPolicy,
         unload_after_s: float,
         broadcast: Broadcast,
@@ -127,7 +127,7 @@ class Supervisor:
         """
         if (self._loads_on_request or self._has_been_ready) and self._ended.is_set():
             self._error = None
-        with self._used():
+        with self._count_use():
             await self.wait_ready(want=True)
             yield self.engine
 
@@ -139,7 +139,7 @@ class Supervisor:
 
         A checkpoint where it waits.  Raises as `in_use`.
         """
-        with self._used():
+        with self._count_use():
             while not self.is_ready:
                 if self._end is not None:
                     # What ended it may end the block of models: who is in there is cancelled
@@ -279,7 +279,7 @@ class Supervisor:
                 self._become("unloaded" if engine.is_open else "backing off")
 
     @contextmanager
-    def _used(self) -> Iterator[None]:
+    def _count_use(self) -> Iterator[None]:
         """Inside the block it is not idle: whoever waits for it uses it already."""
         self._n_uses += 1
         self._set_deadline()

@@ -93,28 +93,28 @@ class Ping(Call):
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
-class Models(Call):
+class ListModels(Call):
     """What models there are."""
 
     op = "models"
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
-class Stats(Call):
+class GetStats(Call):
     """What the daemon is doing."""
 
     op = "stats"
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
-class Metrics(Call):
+class GetMetrics(Call):
     """What has been counted, in Prometheus' text format."""
 
     op = "metrics"
 
 
 @attrs.frozen(kw_only=True, field_transformer=apply_converters)
-class Events(Call):
+class WatchEvents(Call):
     """What happens in a model from now on; `max_events` as for `Engine.events`."""
 
     op = "events"
@@ -182,7 +182,7 @@ class Choose(Call):
 _OPS: dict[str | None, type[Call]] = {
     kind.op: kind
     for kind in (
-        *(Generate, Ping, Models, Stats, Metrics, Events, Cancel),
+        *(Generate, Ping, ListModels, GetStats, GetMetrics, WatchEvents, Cancel),
         *(Tokenize, Detokenize, Render, CountTokens, Score, Choose),
     )
 }

@@ -31,15 +31,15 @@ def structure(value: object, kind: type[T]) -> T:
     Raises:
         ProtocolError: an unknown field, one that is missing, or one of a wrong type.
     """
-    return _structured(_converter, value, kind)
+    return _structure_with(_converter, value, kind)
 
 
 def structure_known(value: object, kind: type[T]) -> T:
     """`structure`, but keys that no type has are ignored: the other side may be newer."""
-    return _structured(_tolerant_converter, value, kind)
+    return _structure_with(_tolerant_converter, value, kind)
 
 
-def _structured(converter: cattrs.Converter, value: object, kind: type[T]) -> T:
+def _structure_with(converter: cattrs.Converter, value: object, kind: type[T]) -> T:
     if not isinstance(value, dict):
         raise ProtocolError(f"{kind.__name__} must be an object, not {type(value).__name__}")
     optional = {f.name for f in attrs.fields(kind) if f.default is not attrs.NOTHING}

@@ -93,7 +93,7 @@ def encode_line(reply: Mapping[str, object]) -> bytes:
         return json.dumps(reply, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -104,19 +104,19 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"number out of range: {text[:32]}")
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_once, parse_float=_finite, parse_constant=_no_constant
+    object_pairs_hook=_refuse_duplicates, parse_float=_finite_float, parse_constant=_refuse_constant
 )
 
 _NAMES = {

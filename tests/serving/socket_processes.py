@@ -17,14 +17,14 @@ from pathlib import Path
 import trio
 
 from llamad_trio.core.errors import SocketUnavailable
-from llamad_trio.serving.unix_socket import listening, peer_is_trusted
+from llamad_trio.serving.unix_socket import open_listener, peer_is_trusted
 
 NOBODY = 65534
 
 
 def listen_for_ever(path: str) -> None:
     async def main() -> None:
-        async with listening(path):
+        async with open_listener(path):
             print("ready", flush=True)
             await trio.sleep_forever()
 
@@ -41,7 +41,7 @@ def connect_and_hold(path: str) -> None:
 
 
 async def open_once(path: str) -> None:
-    async with listening(path):
+    async with open_listener(path):
         pass
 
 
@@ -125,7 +125,7 @@ def _one_race(path: str, n_daemons: int) -> list[str]:
 def _take_part(path: str, report: int, end: int) -> None:
     async def main() -> None:
         try:
-            async with listening(path):
+            async with open_listener(path):
                 os.write(report, b"won")
                 os.read(end, 1)
         except SocketUnavailable as error:

@@ -12,7 +12,7 @@ from llamad_trio import EngineSpec, ModelLoadError, SocketUnavailable
 from llamad_trio.core.limits import Limits
 from llamad_trio.daemon.config import DaemonConfig
 from llamad_trio.daemon.daemon import run_daemon
-from llamad_trio.serving.unix_socket import claimed
+from llamad_trio.serving.unix_socket import claim_path
 
 
 def config(folder: Path, path: Path) -> DaemonConfig:
@@ -33,9 +33,9 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing_of_the_path(tmp_path: Path
 
 def test_a_path_is_ours_before_anybody_listens(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
-    with claimed(path) as listen:
+    with claim_path(path) as listen:
         assert not path.exists()
-        with pytest.raises(SocketUnavailable, match="another daemon is using it"), claimed(path):
+        with pytest.raises(SocketUnavailable, match="another daemon is using it"), claim_path(path):
             pass
         listen()
         with socket.socket(socket.AF_UNIX) as client:
@@ -45,7 +45,7 @@ def test_a_path_is_ours_before_anybody_listens(tmp_path: Path) -> None:
 
 def test_what_has_come_to_the_path_meanwhile_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "d.sock"
-    with claimed(path) as listen:
+    with claim_path(path) as listen:
         path.write_text("somebody's")
         with pytest.raises(SocketUnavailable, match="it is not a socket"):
             listen()

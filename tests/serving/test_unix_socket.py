@@ -23,8 +23,8 @@ from llamad_trio.core.errors import SocketUnavailable
 from llamad_trio.serving import unix_socket
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,
-    listening,
     open_hangup_watcher,
+    open_listener,
     peer_is_trusted,
 )
 from tests.serving.socket_processes import (
@@ -164,7 +164,7 @@ async def refusal(path: Path | str) -> str:
 
 async def test_clients_connect_to_a_fresh_path(path: Path) -> None:
     async with (
-        listening(path) as listener,
+        open_listener(path) as listener,
         await open_client(path) as client,
         await listener.accept() as server,
     ):
@@ -173,7 +173,7 @@ async def test_clients_connect_to_a_fresh_path(path: Path) -> None:
 
 
 async def test_as_many_as_the_backlog_says_may_wait(path: Path) -> None:
-    async with listening(path, backlog=2):
+    async with open_listener(path, backlog=2):
         with ExitStack() as clients, pytest.raises(BlockingIOError):
             for _ in range(10):
                 sock = clients.enter_context(socket.socket(socket.AF_UNIX))
@@ -187,7 +187,7 @@ async def test_a_socket_left_by_a_killed_daemon_is_replaced(path: Path) -> None:
         daemon.wait()
     assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.lock"]
     assert is_socket(path)
-    async with listening(path), await open_client(path):
+    async with open_listener(path), await open_client(path):
         pass
     assert os.listdir(path.parent) == []
 
@@ -203,7 +203,7 @@ async def test_a_daemon_of_ours_is_not_disturbed(path: Path) -> None:
 
 
 async def test_a_path_is_had_once_in_a_process(path: Path) -> None:
-    async with listening(path):
+    async with open_listener(path):
         with pytest.raises(SocketUnavailable, match="another daemon is using it"):
             await open_once(os.fspath(path))
         async with await open_client(path):
@@ -222,7 +222,7 @@ async def test_a_daemon_that_takes_no_lock_is_not_disturbed(path: Path) -> None:
 
 
 async def test_a_lost_lock_file_does_not_make_two_daemons(path: Path) -> None:
-    async with listening(path):
+    async with open_listener(path):
         os.unlink(f"{path}.lock")  # as cleaners of temporary directories do
         assert await refusal(path) == "a daemon answers on it"
 
@@ -289,7 +289,7 @@ async def test_the_longest_path_there_can_be_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    async with listening("x" * 107), await trio.open_unix_socket("x" * 107):
+    async with open_listener("x" * 107), await trio.open_unix_socket("x" * 107):
         pass
     assert "too long" in await refusal("x" * 108)
 
@@ -335,7 +335,7 @@ async def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(
 
     fcntl_flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", flock)
-    async with listening(path):
+    async with open_listener(path):
         assert n_removals == 3
         lock = os.open(lock_path, os.O_RDWR)
         with pytest.raises(BlockingIOError):
@@ -354,7 +354,7 @@ async def test_a_lock_that_is_never_had_is_given_up(
 
 
 async def test_the_lock_is_private_and_gone_after_the_end(path: Path) -> None:
-    async with listening(path):
+    async with open_listener(path):
         assert stat.S_IMODE(os.lstat(f"{path}.lock").st_mode) & ~0o600 == 0
     assert os.listdir(path.parent) == []
 
@@ -413,14 +413,14 @@ async def test_a_lock_file_of_another_user_is_refused(
 
 async def test_both_files_are_removed_when_the_block_fails(path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with listening(path):
+        async with open_listener(path):
             raise ZeroDivisionError
     assert os.listdir(path.parent) == []
 
 
 async def test_both_files_are_removed_when_cancelled(path: Path) -> None:
     with trio.CancelScope() as scope:
-        async with listening(path) as listener:
+        async with open_listener(path) as listener:
             scope.cancel()
             await trio.sleep(HANG_S)
     assert os.listdir(path.parent) == []
@@ -434,7 +434,7 @@ async def test_a_task_that_accepts_learns_of_the_end(path: Path) -> None:
             with pytest.raises(trio.ClosedResourceError):
                 await listener.accept()
 
-        async with listening(path) as listener:
+        async with open_listener(path) as listener:
             nursery.start_soon(accept)
             await wait_all_tasks_blocked()
 
@@ -444,7 +444,7 @@ async def test_a_task_that_accepts_learns_of_the_end(path: Path) -> None:
 async def test_what_somebody_put_in_its_place_stays(
     path: Path, make: Callable[[Path], None], closed_before: bool
 ) -> None:
-    async with listening(path) as listener:
+    async with open_listener(path) as listener:
         if closed_before:
             await listener.aclose()
         os.unlink(path)
@@ -456,7 +456,7 @@ async def test_what_somebody_put_in_its_place_stays(
 
 async def test_a_lock_that_somebody_put_in_its_place_stays(path: Path) -> None:
     lock_path = Path(f"{path}.lock")
-    async with listening(path):
+    async with open_listener(path):
         os.unlink(lock_path)
         make_empty(lock_path)
     assert os.listdir(path.parent) == [lock_path.name]
@@ -467,7 +467,7 @@ async def test_a_directory_that_is_gone_at_the_end_is_no_error(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    async with listening(folder / "d.sock"):
+    async with open_listener(folder / "d.sock"):
         for name in os.listdir(folder):
             (folder / name).unlink()
         folder.rmdir()
@@ -482,7 +482,7 @@ async def test_what_cannot_be_removed_is_a_warning(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     with monkeypatch.context() as patch:
-        async with listening(path):
+        async with open_listener(path):
             patch.setattr(os, "unlink", unlink)
     assert [record.getMessage() for record in caplog.records] == [
         f"{name} cannot be removed: {os.strerror(errno.EACCES)}" for name in (path, f"{path}.lock")
@@ -493,7 +493,7 @@ async def test_a_relative_path_is_removed_after_a_change_of_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    async with listening("d.sock"):
+    async with open_listener("d.sock"):
         assert (tmp_path / "d.sock").is_socket()
         os.chdir("/")
     assert os.listdir(tmp_path) == []
@@ -501,7 +501,7 @@ async def test_a_relative_path_is_removed_after_a_change_of_directory(
 
 async def test_a_second_start_right_after_works(path: Path) -> None:
     for _ in range(20):
-        async with listening(path), await open_client(path):
+        async with open_listener(path), await open_client(path):
             pass
 
 
@@ -510,7 +510,7 @@ async def test_nothing_is_inherited_and_nothing_leaks(path: Path) -> None:
         return {fd for fd in os.listdir("/dev/fd") if os.path.lexists(f"/dev/fd/{fd}")}
 
     before = open_fds()
-    async with listening(path):
+    async with open_listener(path):
         ours = open_fds() - before
         assert len(ours) >= 2
         assert [fd for fd in ours if os.get_inheritable(int(fd))] == []
@@ -529,7 +529,7 @@ async def test_a_start_that_fails_late_leaves_nothing(
 
 
 async def test_entering_is_a_checkpoint(path: Path) -> None:
-    manager = listening(path)
+    manager = open_listener(path)
     with assert_checkpoints():
         await manager.__aenter__()
     await manager.__aexit__(None, None, None)
@@ -595,7 +595,7 @@ Pair = tuple[socket.socket, socket.socket]
 
 
 class Wait:
-    """One `gone`, in a task of its own."""
+    """One `wait_gone`, in a task of its own."""
 
     def __init__(self, nursery: trio.Nursery, watcher: HangupWatcher, sock: socket.socket) -> None:
         self._has_ended = False
@@ -609,7 +609,7 @@ class Wait:
 
     async def _run(self) -> None:
         with self.scope:
-            await self._watcher.gone(self._sock)
+            await self._watcher.wait_gone(self._sock)
             self._has_ended = True
 
 
@@ -635,10 +635,10 @@ async def test_a_peer_that_closes_has_gone(watcher: HangupWatcher, pair: Pair) -
 async def test_a_peer_that_has_gone_before_is_noticed(watcher: HangupWatcher, pair: Pair) -> None:
     ours, peer = pair
     peer.close()
-    await watcher.gone(ours)
-    await watcher.gone(ours)
+    await watcher.wait_gone(ours)
+    await watcher.wait_gone(ours)
     with assert_checkpoints():
-        await watcher.gone(ours)
+        await watcher.wait_gone(ours)
 
 
 @needs_epoll
@@ -692,13 +692,13 @@ async def test_a_peer_that_leaves_answers_unread_has_gone(
 
 @needs_epoll
 async def test_a_client_that_is_killed_has_gone(watcher: HangupWatcher, path: Path) -> None:
-    async with listening(path) as listener:
+    async with open_listener(path) as listener:
         with running(connect_and_hold, path) as client:
             async with await listener.accept() as server, trio.open_nursery() as nursery:
                 ended = trio.Event()
 
                 async def wait() -> None:
-                    await watcher.gone(server.socket)
+                    await watcher.wait_gone(server.socket)
                     ended.set()
 
                 nursery.start_soon(wait)
@@ -731,10 +731,10 @@ async def test_a_cancelled_wait_can_be_begun_again(watcher: HangupWatcher, pair:
     ours, peer = pair
     for _ in range(3):
         with trio.move_on_after(0.01) as scope:
-            await watcher.gone(ours)
+            await watcher.wait_gone(ours)
         assert scope.cancelled_caught
     peer.close()
-    await watcher.gone(ours)
+    await watcher.wait_gone(ours)
 
 
 def _reuse(fd: int) -> Pair:
@@ -795,7 +795,7 @@ async def test_a_second_wait_for_a_socket_is_refused(watcher: HangupWatcher, pai
         wait = Wait(nursery, watcher, ours)
         await settle()
         with pytest.raises(trio.BusyResourceError):
-            await watcher.gone(ours)
+            await watcher.wait_gone(ours)
         peer.close()
     assert wait.has_ended()
 
@@ -804,7 +804,7 @@ async def test_a_closed_socket_cannot_be_waited_for(watcher: HangupWatcher, pair
     ours, _ = pair
     ours.close()
     with pytest.raises(trio.ClosedResourceError):
-        await watcher.gone(ours)
+        await watcher.wait_gone(ours)
 
 
 @needs_epoll
@@ -814,7 +814,7 @@ async def test_the_end_of_the_watcher_ends_every_wait(pair: Pair) -> None:
 
         async def wait() -> None:
             with pytest.raises(trio.ClosedResourceError):
-                await ending.gone(ours)
+                await ending.wait_gone(ours)
 
         async with open_hangup_watcher() as ending:
             nursery.start_soon(wait)
@@ -861,5 +861,5 @@ async def test_without_epoll_a_wait_lasts_until_it_is_cancelled(
     async with open_hangup_watcher() as watcher:
         peer.close()
         with trio.move_on_after(0.05) as scope:
-            await watcher.gone(ours)
+            await watcher.wait_gone(ours)
     assert scope.cancelled_caught
