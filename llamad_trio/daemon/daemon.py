@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import trio
@@ -91,16 +91,10 @@ class _Daemon:
 
     async def serve(self) -> None:
         """Serve until cancelled."""
+        inherited, path = self._inherited, self._config.socket
         # Whether the path can be had is known before the models load.
-        with self._claimed() as listen:
+        with claim_path(path) if inherited is None else nullcontext(lambda: inherited) as listen:
             await self._serve(listen)
-
-    def _claimed(self) -> AbstractContextManager[Callable[[], socket.socket]]:
-        """What gives a socket that listens."""
-        inherited = self._inherited
-        if inherited is not None:
-            return nullcontext(lambda: inherited)
-        return claim_path(self._config.socket)
 
     async def _serve(self, listen: Callable[[], socket.socket]) -> None:
         config = self._config

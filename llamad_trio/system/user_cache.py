@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -22,16 +23,30 @@ def user_cache() -> Path | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file whole: whoever reads it meanwhile sees all of it, or the one before.
+    """`replace_file`, for a small text; its draft is in the same folder."""
+    replace_file(path, [text.encode()], draft=path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
+
+
+def replace_file(path: Path, parts: Iterable[bytes], *, draft: Path) -> None:
+    """Write a file whole: whoever reads it meanwhile sees all of it, or the one before.
+
+    It survives a power cut as soon as its folder does.
+
+    Args:
+        path: the file.
+        parts: what is in it.
+        draft: where it is written before it is moved: a path that nobody else has, in the same
+            file system.
 
     Raises:
         OSError: it cannot be written; what was there stays, and nothing else is left.
     """
-    fd, name = tempfile.mkstemp(dir=path.parent)
     try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
+        with draft.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
         raise
