@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 
+import attrs
 import trio
 
 from llamad_trio.core.errors import LlamadError
@@ -62,22 +63,16 @@ async def run_daemon(
                 await daemon.serve()
 
 
+@attrs.define(eq=False)
 class _Daemon:
     """See `run_daemon`."""
 
-    def __init__(
-        self,
-        config: DaemonConfig,
-        read_config: Callable[[], DaemonConfig] | None,
-        inherited: socket.socket | None,
-        metrics_socket: str | None,
-    ) -> None:
-        self.scope = unlimited()
-        self._config = config
-        self._read_config = read_config
-        self._inherited = inherited
-        self._metrics_socket = metrics_socket
-        self._reload_wanted = trio.Event()
+    _config: DaemonConfig
+    _read_config: Callable[[], DaemonConfig] | None
+    _inherited: socket.socket | None
+    _metrics_socket: str | None
+    scope: trio.CancelScope = attrs.field(factory=unlimited)
+    _reload_wanted: trio.Event = attrs.field(factory=trio.Event)
 
     async def obey(self, signals: AsyncIterator[int]) -> None:
         """Do what signals say, until cancelled."""

@@ -8,6 +8,7 @@ from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar, Unpack, overload
 
+import attrs
 import trio
 
 from llamad_trio.core.completion import Choice, Completion
@@ -108,28 +109,20 @@ def _check(name: object, spec: object) -> None:
         raise ProtocolError(f"model {name!r} must be an EngineSpec, not {type(spec).__name__}")
 
 
+@attrs.define(eq=False)
 class Models(Mapping[str, "Model"]):
     """Models by name.  Made by `open_models`; safe to use from any number of tasks."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        default: str | None,
-        policy: RestartPolicy,
-        budget: Budget,
-        opener: OpenModel,
-        broadcast: Broadcast,
-    ) -> None:
-        self._nursery = nursery
-        self._default = default
-        self._policy = policy
-        self._budget = budget
-        self._opener = opener
-        self._models: dict[str, Model] = {}
-        self._broadcast = broadcast
-        self._changing = trio.Lock()
-        self._is_closed = False
-        self._exhausted: RestartsExhausted | None = None
+    _nursery: trio.Nursery
+    _default: str | None
+    _policy: RestartPolicy
+    _budget: Budget
+    _opener: OpenModel
+    _broadcast: Broadcast
+    _models: dict[str, Model] = attrs.field(factory=dict, init=False)
+    _changing: trio.Lock = attrs.field(factory=trio.Lock, init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
+    _exhausted: RestartsExhausted | None = attrs.field(default=None, init=False)
 
     def __getitem__(self, name: str) -> Model:
         return self._models[name]

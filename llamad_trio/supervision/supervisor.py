@@ -18,6 +18,7 @@ from contextlib import (
 )
 from typing import TYPE_CHECKING, Literal
 
+import attrs
 import trio
 
 from llamad_trio.core.engine_events import EngineFailed, EngineRestarted
@@ -44,6 +45,7 @@ OpenEngine = Callable[[], AbstractAsyncContextManager["EngineLike"]]
 Reserve = Callable[[], AbstractAsyncContextManager[None]]
 
 
+@attrs.define(eq=False)
 class Supervisor:
     """One model of several.
 
@@ -59,38 +61,32 @@ class Supervisor:
             otherwise only if it had been ready at some time.
     """
 
-    def __init__(
-        self,
-        name: str,
-        reserve: Reserve,
-        open_engine: OpenEngine,
-        policy: RestartPolicy,
-        unload_after_s: float,
-        broadcast: Broadcast,
-        *,
-        loads_on_request: bool = False,
-    ) -> None:
-        self.name = name
-        self.state: ModelState = "unloaded"
-        self._reserve = reserve
-        self._open_engine = open_engine
-        self._book = RestartBook(policy, random.random)
-        self._unload_after_s = unload_after_s
-        self._broadcast = broadcast
-        self._loads_on_request = loads_on_request
-        self._engine: EngineLike | None = None
-        self._error: LlamadError | None = None  # why it failed to load
-        self._is_wanted = False
-        self._has_been_ready = False
-        self._ended = trio.Event()  # of this life, or the last one
+    name: str
+    _reserve: Reserve
+    _open_engine: OpenEngine
+    _policy: RestartPolicy
+    _unload_after_s: float
+    _broadcast: Broadcast
+    _loads_on_request: bool = attrs.field(alias="loads_on_request", default=False, kw_only=True)
+
+    state: ModelState = attrs.field(default="unloaded", init=False)
+    _book: RestartBook = attrs.field(init=False)
+    _engine: EngineLike | None = attrs.field(default=None, init=False)
+    _error: LlamadError | None = attrs.field(default=None, init=False)  # why it failed to load
+    _end: LlamadError | None = attrs.field(default=None, init=False)  # why nobody supervises it
+    _is_wanted: bool = attrs.field(default=False, init=False)
+    _has_been_ready: bool = attrs.field(default=False, init=False)
+    _ended: trio.Event = attrs.field(factory=trio.Event, init=False)  # of this life, or the last
+    _changed: trio.Event = attrs.field(factory=trio.Event, init=False)
+    _n_uses: int = attrs.field(default=0, init=False)
+    # From the load to the end of the engine; and while it is ready, with the deadline
+    # that idleness sets.
+    _life: trio.CancelScope = attrs.field(factory=unlimited, init=False)
+    _ready: trio.CancelScope = attrs.field(factory=unlimited, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._book = RestartBook(self._policy, random.random)
         self._ended.set()
-        self._end: LlamadError | None = None  # why it is supervised no more
-        self._changed = trio.Event()
-        self._n_uses = 0
-        # From the load to the end of the engine; and while it is ready, with the deadline
-        # that idleness sets.
-        self._life = unlimited()
-        self._ready = unlimited()
 
     # -- for those who use it ----------------------------------------------------------------
 
