@@ -34,7 +34,7 @@ from llamad_trio.core.errors import EngineClosed, LlamadError, ProtocolError
 from llamad_trio.core.fields import number
 from llamad_trio.core.info import EngineStats, ModelInfo
 from llamad_trio.engine.engine_like import EngineLike
-from llamad_trio.system.nursery import holds_cancelled, open_plain_nursery, unlimited
+from llamad_trio.system.nursery import holds_cancelled, new_scope, open_plain_nursery
 from llamad_trio.watch.freshness import refresh_if_possible
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class Call(Answer[T]):
         self._run = run
         self._work = work
         self._timeout_s = inf if timeout_s is None else _seconds(timeout_s)
-        self._scope = unlimited()
+        self._scope = new_scope()
 
     @property
     def is_submitted(self) -> bool:
@@ -249,7 +249,7 @@ class BackgroundRun:
         self._thread = threading.Thread(target=self._run, name="llamad_trio engine", daemon=False)
         self._has_begun = False
         self._token: trio.lowlevel.TrioToken | None = None
-        self._scope = unlimited()  # around all of it; cancelled only to stop the opening
+        self._scope = new_scope()  # around all of it; cancelled only to stop the opening
         self._nursery: trio.Nursery | None = None
         self._calls: set[Call[object]] = set()
         self._crash: BaseException | None = None

@@ -35,7 +35,7 @@ from llamad_trio.cli.history import (
     parse,
     stats_lines,
 )
-from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
+from llamad_trio.system.nursery import TaskStatus, new_scope, open_plain_nursery
 
 HOW_TO_LEAVE = "Ctrl-D or /quit leaves"
 
@@ -80,7 +80,7 @@ class Chat:
         self._screen = screen
         self._conversation = conversation
         self._fields = fields
-        self._under_way = unlimited()
+        self._under_way = new_scope()
         self._outlives_interrupts = False
         self._status = 0
 
@@ -110,7 +110,7 @@ class Chat:
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
         """A block that Ctrl-C at a terminal ends, and nothing else with it."""
-        with unlimited() as self._under_way:
+        with new_scope() as self._under_way:
             yield
 
     async def _opened(self, nursery: trio.Nursery, name: str | None) -> _Opened:

@@ -22,7 +22,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from llamad_trio.cli.history import COMMANDS, visible
-from llamad_trio.system.nursery import open_plain_nursery, shielded
+from llamad_trio.system.nursery import new_shield, open_plain_nursery
 
 PROMPT = "> "
 
@@ -119,7 +119,7 @@ class Prompt:
         self._is_cancelled = False
         async with open_plain_nursery() as nursery:
             nursery.start_soon(self._stop_when_cancelled)
-            with shielded():
+            with new_shield():
                 typed = await trio.to_thread.run_sync(self._ask)
         return typed
 

@@ -19,7 +19,7 @@ from llamad_trio.daemon.systemd import notify
 from llamad_trio.serving.listener import serve_unix
 from llamad_trio.serving.unix_socket import claim_path
 from llamad_trio.supervision.models import Models, open_models
-from llamad_trio.system.nursery import open_plain_nursery, run_all, unlimited
+from llamad_trio.system.nursery import new_scope, open_plain_nursery, run_all
 from llamad_trio.watch.prometheus import EngineMetrics
 
 logger = logging.getLogger("llamad_trio")
@@ -71,7 +71,7 @@ class _Daemon:
     _read_config: Callable[[], DaemonConfig] | None
     _inherited: socket.socket | None
     _metrics_socket: str | None
-    scope: trio.CancelScope = attrs.field(factory=unlimited)
+    scope: trio.CancelScope = attrs.field(factory=new_scope)
     _reload_wanted: trio.Event = attrs.field(factory=trio.Event)
 
     async def obey(self, signals: AsyncIterator[int]) -> None:

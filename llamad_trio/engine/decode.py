@@ -18,7 +18,7 @@ from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.runtime import Runtime
 from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.scheduling.shelf import Snapshot
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, shielded
+from llamad_trio.system.nursery import ends_in_order, new_shield, open_plain_nursery
 
 
 class DecodeActor:
@@ -145,7 +145,7 @@ class DecodeActor:
         finally:
             self.close(end, reason)
             if orderly and self._store is not None:
-                with shielded():
+                with new_shield():
                     await self._save_all(self._store)
 
     async def _run_steps(self) -> None:

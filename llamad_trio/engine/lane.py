@@ -28,7 +28,7 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, whole_number
 from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.system.cores import physical_cores
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
 
 logger = logging.getLogger("llamad_trio")
 
@@ -187,7 +187,7 @@ class Lane:
             try:
                 abort()
             finally:
-                await uninterrupted(partial(self._wait_bell, bell))
+                await run_uninterrupted(partial(self._wait_bell, bell))
             raise
         assert item.result is not None
         return item.result.unwrap()

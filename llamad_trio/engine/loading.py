@@ -24,7 +24,7 @@ from llamad_trio.hub.digest import file_sha256
 from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.scheduling.runtime import ModelFacts
 from llamad_trio.system.cores import physical_cores
-from llamad_trio.system.nursery import ends_in_order, uninterrupted
+from llamad_trio.system.nursery import ends_in_order, run_uninterrupted
 
 if TYPE_CHECKING:
     from llamad_trio.llama.llama_runtime import LlamaRuntime
@@ -64,7 +64,7 @@ async def loaded_model(
             await lane.run(runtime.warm_up, abort=runtime.request_abort)
         yield loaded
     finally:
-        await uninterrupted(partial(trio.to_thread.run_sync, runtime.close, limiter=limiter))
+        await run_uninterrupted(partial(trio.to_thread.run_sync, runtime.close, limiter=limiter))
 
 
 def _load(

@@ -39,7 +39,7 @@ from llamad_trio.isolation.relay import EventRelay
 from llamad_trio.preflight.prove import proven
 from llamad_trio.remote.remote import RemoteEngine, stats_of
 from llamad_trio.remote.reply import RemoteEvents, RemoteReply
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
 from llamad_trio.system.python_process import python_command, python_environment
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 from llamad_trio.wire.converter import unstructure
@@ -98,7 +98,7 @@ async def open_isolated_engine(
                     yield engine
             finally:
                 engine.close()
-                await uninterrupted(partial(_close, child, relay, reporter, own_broadcast))
+                await run_uninterrupted(partial(_close, child, relay, reporter, own_broadcast))
 
 
 async def _close(
@@ -134,7 +134,7 @@ async def _open_child(model: str) -> AsyncIterator[_Child]:
             try:
                 yield child
             finally:
-                await uninterrupted(child.end)
+                await run_uninterrupted(child.end)
 
 
 async def _start_process(fd: int) -> trio.Process:

@@ -23,7 +23,7 @@ from llamad_trio.core.engine_events import (
     RequestQueued,
 )
 from llamad_trio.core.errors import InferenceError, LlamadError
-from llamad_trio.system.nursery import ends_in_order, shielded
+from llamad_trio.system.nursery import ends_in_order, new_shield
 from llamad_trio.watch.broadcast import Broadcast
 
 OpenEvents = Callable[[], AbstractAsyncContextManager[trio.abc.ReceiveChannel[EngineEvent]]]
@@ -44,7 +44,7 @@ class EventRelay:
         self._attached = trio.Event()  # set while events are read
         self._error: LlamadError | None = None  # why it could not be attached
         self._ended = trio.Event()
-        self._scope = shielded()
+        self._scope = new_shield()
         self._under_way: dict[int, RequestQueued] = {}
 
     async def attach(self) -> None:

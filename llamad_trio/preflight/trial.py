@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from llamad_trio.preflight.verdict import Verdict, judge
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, uninterrupted
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
 from llamad_trio.system.python_process import has_interpreter, python_command, python_environment
 
 DEADLINE_S, GPU_DEADLINE_S = 30.0, 120.0
@@ -89,7 +89,7 @@ async def _run(arguments: list[str], deadline_s: float) -> Verdict:
                 await process.wait()
                 await log_ended.wait()
     finally:
-        await uninterrupted(partial(_end, process))
+        await run_uninterrupted(partial(_end, process))
     status = None if scope.cancelled_caught else process.returncode
     return judge(_lines(said), status, _last_words(log))
 

@@ -8,7 +8,7 @@ import os
 import trio
 
 from llamad_trio.core.limits import Limits
-from llamad_trio.system.nursery import unlimited
+from llamad_trio.system.nursery import new_scope
 from llamad_trio.wire.lines import LineBuffer
 
 CHUNK_BYTES = 64 * 1024
@@ -118,7 +118,7 @@ class Connection:
                 return
 
     async def _flush(self) -> None:
-        with unlimited() as scope:
+        with new_scope() as scope:
             try:
                 while not self._write():
                     scope.deadline = trio.current_time() + self._limits.stream_timeout_s

@@ -36,7 +36,7 @@ from llamad_trio.serving.unix_socket import (
     open_listener,
     peer_is_trusted,
 )
-from llamad_trio.system.nursery import TaskStatus, open_plain_nursery, unlimited
+from llamad_trio.system.nursery import TaskStatus, new_scope, open_plain_nursery
 from llamad_trio.watch.freshness import refresh_all
 from llamad_trio.wire.calls import (
     Call,
@@ -181,7 +181,7 @@ class _Server:
             if not peer_is_trusted(stream.socket):
                 logger.warning("refused a connection of another user")
                 return
-            scope = unlimited()
+            scope = new_scope()
             connection = Connection(stream, self.limits, scope)
             if self.n_connections >= self.limits.max_connections:
                 busy = Busy(self.n_connections, self.limits.max_connections)
@@ -318,7 +318,7 @@ class _Client:
         head: Reply = {} if call.id is None else {"id": call.id}
         is_original = isinstance(call, Generate) and call.is_original
         call_id.set(call.id)
-        with unlimited() as scope:
+        with new_scope() as scope:
             try:
                 with self._register_call(call, scope):
                     await self._reply(call, head)

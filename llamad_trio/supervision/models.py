@@ -25,7 +25,7 @@ from llamad_trio.engine.stream import EventStream, ReplySource, TokenStream
 from llamad_trio.isolation.isolation import open_isolated_engine
 from llamad_trio.supervision.budget import Budget
 from llamad_trio.supervision.supervisor import ModelState, Supervisor
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, unlimited
+from llamad_trio.system.nursery import ends_in_order, new_scope, open_plain_nursery
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 from llamad_trio.watch.freshness import refresh_if_possible
 
@@ -371,7 +371,7 @@ class Model(EngineLike):
         self.supervisor = supervisor
         self.spec = spec
         self._broadcast = broadcast
-        self.scope = unlimited()
+        self.scope = new_scope()
         self.gone = trio.Event()
 
     async def run(self) -> None:

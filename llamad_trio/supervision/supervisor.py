@@ -29,7 +29,7 @@ from llamad_trio.core.errors import (
     RestartsExhausted,
 )
 from llamad_trio.core.restarts import RestartBook, RestartPolicy
-from llamad_trio.system.nursery import unlimited
+from llamad_trio.system.nursery import new_scope
 from llamad_trio.watch.broadcast import Broadcast
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class Supervisor:
     _n_uses: int = attrs.field(default=0, init=False)
     # From the load to the end of the engine; and while it is ready, with the deadline
     # that idleness sets.
-    _life: trio.CancelScope = attrs.field(factory=unlimited, init=False)
-    _ready: trio.CancelScope = attrs.field(factory=unlimited, init=False)
+    _life: trio.CancelScope = attrs.field(factory=new_scope, init=False)
+    _ready: trio.CancelScope = attrs.field(factory=new_scope, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._book = RestartBook(self._policy, random.random)
@@ -191,7 +191,7 @@ class Supervisor:
             while not self._is_wanted:
                 await self._changed.wait()
             self._ended = trio.Event()
-            with unlimited() as self._life:
+            with new_scope() as self._life:
                 await self._live()
             self._is_wanted = False
             self._ended.set()
@@ -262,7 +262,7 @@ class Supervisor:
         )
 
     async def _serve(self, engine: EngineLike) -> None:
-        with unlimited() as self._ready:
+        with new_scope() as self._ready:
             self._engine = engine
             self._set_deadline()
             logger.info("%s is ready", self.name)

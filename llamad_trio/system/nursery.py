@@ -76,14 +76,14 @@ class TaskStatus(Protocol[T_contra]):
     def started(self, value: T_contra) -> None: ...
 
 
-def shielded() -> trio.CancelScope:
+def new_shield() -> trio.CancelScope:
     """A scope that no cancel from outside reaches: for what must be waited for."""
     # The ignores are for trio-typing's stubs, where CancelScope cannot be made.
     return trio.CancelScope(shield=True)  # pyright: ignore[reportCallIssue]
 
 
 @ends_in_order
-async def uninterrupted(function: Callable[[], Awaitable[T]]) -> T:
+async def run_uninterrupted(function: Callable[[], Awaitable[T]]) -> T:
     """Run an async function to its end and return what it returns or raise what it raises.
 
     Neither a cancel from outside nor Ctrl-C reaches it, not even when this is called in the
@@ -96,7 +96,7 @@ async def uninterrupted(function: Callable[[], Awaitable[T]]) -> T:
     @ends_in_order
     async def run() -> None:
         nonlocal result
-        with shielded():
+        with new_shield():
             result = await outcome.acapture(function)
 
     try:
@@ -112,7 +112,7 @@ async def uninterrupted(function: Callable[[], Awaitable[T]]) -> T:
     return result.unwrap()
 
 
-def unlimited() -> trio.CancelScope:
+def new_scope() -> trio.CancelScope:
     """A scope that ends when somebody cancels it."""
     return trio.CancelScope()  # pyright: ignore[reportCallIssue]
 

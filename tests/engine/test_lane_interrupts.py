@@ -16,7 +16,7 @@ from llamad_trio import EngineConfig, ProtocolError
 from llamad_trio.engine import loading as loading_module
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import Loaded, loaded_model
-from llamad_trio.system.nursery import ends_in_order, uninterrupted
+from llamad_trio.system.nursery import ends_in_order, run_uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -232,7 +232,7 @@ def test_what_is_uninterrupted_ends_before_ctrl_c_comes_out() -> None:
             return "result"
 
         with pytest.raises(KeyboardInterrupt):
-            await uninterrupted(work)
+            await run_uninterrupted(work)
         assert done == ["work"]
 
     trio.run(main)
@@ -251,8 +251,8 @@ async def test_what_is_uninterrupted_returns_and_raises_as_itself_under_a_cancel
 
     with trio.CancelScope() as scope:
         scope.cancel()
-        assert await uninterrupted(returns) == "result"
+        assert await run_uninterrupted(returns) == "result"
         with pytest.raises(ValueError, match="mine") as caught:
-            await uninterrupted(raises)
+            await run_uninterrupted(raises)
         assert caught.value is error
     assert not scope.cancelled_caught
