@@ -9,16 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
 
-from llamad_trio.core.config import EngineConfig
 from llamad_trio.isolation import isolation
 from tests.models import TinyModels
 from tests.serving.support import (
@@ -69,6 +68,23 @@ def sock(tmp_path: Path) -> Path:
 def own_daemon(sock: Path, model: Path, **env: str) -> Iterator[Daemon]:
     with running_daemon(sock, model, env={"LLAMAD_N_CTX": "100000", **env}) as daemon:
         yield daemon
+
+
+@contextmanager
+def configured(sock: Path, text: str, **options: Any) -> Iterator[Daemon]:
+    config = sock.with_name("daemon.toml")
+    config.write_text(text)
+    with running_daemon(sock, "--config", config, **options) as daemon:
+        yield daemon
+
+
+def apart(name: str, path: Path, **fields: int | str) -> str:
+    return table(name, path, isolation="'process'", **fields)
+
+
+def table(name: str, path: Path, **fields: int | str) -> str:
+    lines = [f"[models.{name}]", f"path = {str(path)!r}"]
+    return "\n".join([*lines, *(f"{key} = {value}" for key, value in fields.items())]) + "\n"
 
 
 @contextmanager
@@ -125,45 +141,6 @@ def error_of(log: str) -> str:
 
 # -- clients ------------------------------------------------------------------------------------------
 
-PYTHON_CLIENT = """
-import json
-import socket
-import sys
-
-path, prompt = sys.argv[1:]
-text = ""
-with socket.socket(socket.AF_UNIX) as daemon:
-    daemon.connect(path)
-    request = {"prompt": prompt, "stream": True, "max_tokens": 20, "temperature": 0}
-    daemon.sendall(json.dumps(request).encode() + b"\\n")
-    for line in daemon.makefile("rb"):
-        reply = json.loads(line)
-        if "error" in reply:
-            sys.exit(reply["error"])
-        if reply.get("done"):
-            assert reply["text"] == text
-            print(json.dumps(reply))
-        else:
-            text += reply["token"]
-"""
-
-NODE_CLIENT = """
-const [path, prompt] = process.argv.slice(2);
-const daemon = require("net").connect(path);
-let received = "";
-daemon.setEncoding("utf8");
-daemon.on("data", (data) => { received += data; });
-daemon.on("end", () => {
-  const replies = received.trimEnd().split("\\n").map((line) => JSON.parse(line));
-  const text = replies.slice(0, -1).map((reply) => reply.token).join("");
-  const last = replies.at(-1);
-  if (last.error || last.text !== text) process.exit(1);
-  console.log(JSON.stringify(last));
-});
-const request = { prompt, stream: true, max_tokens: 20, temperature: 0 };
-daemon.write(JSON.stringify(request) + "\\n");
-"""
-
 ASKED: Json = {"prompt": "the cat", "max_tokens": 20, "temperature": 0}
 
 
@@ -180,48 +157,35 @@ def output_of(*command: str | Path, stdin: bytes = b"", status: int = 0) -> byte
     return result.stdout
 
 
-def test_twenty_lines_of_python_are_a_client(daemon: Daemon, tmp_path: Path) -> None:
-    assert len(PYTHON_CLIENT.strip().splitlines()) <= 20
-    file = tmp_path / "client.py"
-    file.write_text(PYTHON_CLIENT)
-    expected = daemon.reply(ASKED)
-    assert expected["generated_tokens"] == 20
-    told = json.loads(output_of(sys.executable, "-I", file, daemon.path, ASKED["prompt"]))
-    assert told == {"done": True, **expected}
-    output_of(sys.executable, "-I", file, daemon.path, "x" * 110_000, status=1)
+NODE = pytest.param("node", "client.mjs", marks=needs("node"))
 
 
-@needs("node")
-def test_node_is_a_client(daemon: Daemon, tmp_path: Path) -> None:
-    file = tmp_path / "client.cjs"
-    file.write_text(NODE_CLIENT)
-    told = json.loads(output_of("node", file, daemon.path, ASKED["prompt"]))
-    assert told == {"done": True, **daemon.reply(ASKED)}
-    output_of("node", file, daemon.path, "x" * 110_000, status=1)
+@pytest.mark.parametrize(("program", "client"), [(sys.executable, "client.py"), NODE])
+def test_client_of_a_few_lines_prints_the_reply_or_ends_with_the_error(
+    daemon: Daemon, program: str, client: str
+) -> None:
+    file = ROOT / "examples" / client
+    assert output_of(program, file, daemon.path, "the cat").strip()
+    output_of(program, file, daemon.path, "x" * 110_000, status=1)
 
 
-NC = ("nc", "-N", "-U")
-
-
-@needs("nc")
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("nc -N -U {}", marks=needs("nc")),
+        pytest.param(f"socat -t {HANG_S} - UNIX-CONNECT:{{}}", marks=needs("socat")),
+    ],
+)
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\r\n"])
-def test_nc_is_a_client(daemon: Daemon, ending: bytes) -> None:
-    line = as_line(ASKED)[:-1] + ending
-    assert output_of(*NC, daemon.path, stdin=line) == daemon.ask(ASKED)
-    streamed = output_of(*NC, daemon.path, stdin=as_line({**ASKED, "stream": True})[:-1] + ending)
+def test_tool_of_the_system_is_a_client(daemon: Daemon, command: str, ending: bytes) -> None:
+    def answer(line: bytes) -> bytes:
+        return output_of(*command.format(daemon.path).split(), stdin=line.strip() + ending)
+
+    assert answer(as_line(ASKED)) == daemon.ask(ASKED)
+    streamed = answer(as_line({**ASKED, "stream": True}))
     assert json.loads(streamed.splitlines()[-1]) == {"done": True, **daemon.reply(ASKED)}
-    refused = output_of(*NC, daemon.path, stdin=b'{"prompt":5}' + ending)
+    refused = answer(b'{"prompt":5}')
     assert refused == b'{"error":"invalid request: prompt must be text, not int"}\n'
-
-
-@needs("socat")
-@pytest.mark.parametrize("ending", [b"\n", b""])
-def test_socat_is_a_client(daemon: Daemon, ending: bytes) -> None:
-    address = f"UNIX-CONNECT:{daemon.path}"
-    command = ("socat", "-t", str(HANG_S), "-", address)
-    assert output_of(*command, stdin=as_line(ASKED)[:-1] + ending) == daemon.ask(ASKED)
-    streamed = output_of(*command, stdin=as_line({**ASKED, "stream": True})[:-1] + ending)
-    assert json.loads(streamed.splitlines()[-1]) == {"done": True, **daemon.reply(ASKED)}
 
 
 def llamad(*arguments: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:
@@ -283,21 +247,21 @@ def other_process(daemon: Daemon, request: Json, does: str) -> Iterator[subproce
             process.kill()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_kill_9_of_a_client_that_is_answered_frees_its_slot(daemon: Daemon, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("asked", "does", "holds"),
+    [
+        ({**LONG, "stream": True}, "reads", "decode"),
+        ({**LONG, "stream": False}, "waits", "decode"),
+        ({"tokens": [50] * 60_000, "max_tokens": 1}, "waits", "prefill"),
+    ],
+    ids=["it reads", "it waits", "its prompt is read"],
+)
+def test_kill_9_of_a_client_frees_its_slot(
+    daemon: Daemon, asked: Json, does: str, holds: str
+) -> None:
     cancelled = daemon.stats()["requests"]["cancelled"]
-    does = "reads" if stream else "waits"
-    with other_process(daemon, {**LONG, "stream": stream}, does) as process:
-        wait_for(lambda: daemon.stats()["slots"]["free"] == 3)
-        process.kill()
-        wait_for(daemon.is_idle)
-    assert daemon.stats()["requests"]["cancelled"] == cancelled + 1
-
-
-def test_kill_9_of_a_client_whose_prompt_is_read_frees_its_slot(daemon: Daemon) -> None:
-    cancelled = daemon.stats()["requests"]["cancelled"]
-    with other_process(daemon, {"tokens": [50] * 60_000, "max_tokens": 1}, "waits") as process:
-        wait_for(lambda: daemon.stats()["slots"]["prefill"] == 1)
+    with other_process(daemon, asked, does) as process:
+        wait_for(lambda: daemon.stats()["slots"][holds] == 1)
         process.kill()
         wait_for(daemon.is_idle)
     assert daemon.stats()["requests"]["cancelled"] == cancelled + 1
@@ -336,12 +300,7 @@ def test_kill_9_of_the_daemon_and_it_starts_again_over_the_stale_socket(
 def test_the_second_daemon_on_one_path_fails_in_one_line(daemon: Daemon, model: Path) -> None:
     command = [sys.executable, "-m", "llamad_trio", "serve", str(model), "--socket"]
     result = subprocess.run(
-        [*command, str(daemon.path)],
-        capture_output=True,
-        timeout=HANG_S,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "LLAMAD_N_THREADS": "1"},
+        [*command, str(daemon.path)], capture_output=True, timeout=HANG_S, check=False, cwd=ROOT
     )
     assert result.returncode == 1
     assert_one_line(error_of(result.stderr.decode()), str(daemon.path), "another daemon")
@@ -362,12 +321,8 @@ def test_a_model_that_is_not_there_is_one_line(sock: Path, tmp_path: Path) -> No
 def test_a_place_for_metrics_that_cannot_be_is_told_before_any_load(
     sock: Path, tmp_path: Path
 ) -> None:
-    arguments: list[str | Path] = [
-        tmp_path / "no.gguf",
-        "--metrics",
-        str(tmp_path / "nowhere" / "metrics.sock"),
-    ]
-    with running_daemon(sock, *arguments, is_ready=False) as daemon:
+    metrics = ("--metrics", tmp_path / "nowhere" / "metrics.sock")
+    with running_daemon(sock, tmp_path / "no.gguf", *metrics, is_ready=False) as daemon:
         assert daemon.wait() == 1
         assert_one_line(error_of(daemon.log), "metrics.sock")
 
@@ -403,11 +358,10 @@ def test_a_signal_ends_it_in_order_in_the_midst_of_everything(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_midst_of_the_load_ends_it_in_order(
-    sock: Path, model: Path, tmp_path: Path, number: signal.Signals
+    sock: Path, model: Path, number: signal.Signals
 ) -> None:
-    config = tmp_path / "many.toml"
-    config.write_text("".join(table(f"m{n}", model) for n in range(100)))
-    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+    many = "".join(table(f"m{n}", model) for n in range(100))
+    with configured(sock, many, is_ready=False) as daemon:
         wait_for(lambda: "is ready" in daemon.log)  # the first of them
         daemon.signal(number)
         assert daemon.wait() == 0
@@ -458,24 +412,18 @@ def engine_processes(daemon: Daemon) -> list[int]:
     ]
 
 
-def test_a_signal_while_an_engine_s_process_loads_ends_it_soon(
-    sock: Path, model: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "apart.toml"
-    config.write_text("".join(apart(f"m{n}", model) for n in range(4)))
-    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+def test_a_signal_while_an_engine_s_process_loads_ends_it_soon(sock: Path, model: Path) -> None:
+    four = "".join(apart(f"m{n}", model) for n in range(4))
+    with configured(sock, four, is_ready=False) as daemon:
         wait_for(lambda: bool(engine_processes(daemon)))
         daemon.signal(signal.SIGTERM)
         assert daemon.wait(isolation.GRACE_S) == 0
 
 
-def test_without_descriptors_it_lives_and_so_do_its_models(
-    sock: Path, model: Path, tmp_path: Path
-) -> None:
-    config = tmp_path / "two.toml"
-    config.write_text(table("here", model) + apart("apart", model, load="'lazy'"))
+def test_without_descriptors_it_lives_and_so_do_its_models(sock: Path, model: Path) -> None:
+    two = table("here", model) + apart("apart", model, load="'lazy'")
     limited = ("sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-m", "llamad_trio")
-    with running_daemon(sock, "--config", config, command=(*limited, "serve")) as daemon:
+    with configured(sock, two, command=(*limited, "serve")) as daemon:
         with daemon.connect() as first:
             first.sendall(as_line({"op": "ping", "keep": True}))
             replies = first.makefile("r")
@@ -492,26 +440,14 @@ def test_without_descriptors_it_lives_and_so_do_its_models(
 
 
 def test_it_listens_when_all_have_been_ready_though_one_was_closed_since(
-    sock: Path, model: Path, smollm2_path: Path, tmp_path: Path
+    sock: Path, model: Path, smollm2_path: Path
 ) -> None:
-    config = tmp_path / "idle.toml"
-    config.write_text(
-        table("large", smollm2_path) + table("small", model) + "unload_after_s = 0.01\n"
-    )
-    with running_daemon(sock, "--config", config) as daemon:
+    idle = table("small", model) + "unload_after_s = 0.01\n"
+    with configured(sock, table("large", smollm2_path) + idle) as daemon:
         assert daemon.reply({**ASKED, "model": "small"})["generated_tokens"] == 20
 
 
 # -- SIGHUP -------------------------------------------------------------------------------------------
-
-
-def apart(name: str, path: Path, **fields: int | str) -> str:
-    return table(name, path, isolation="'process'", **fields)
-
-
-def table(name: str, path: Path, **fields: int | str) -> str:
-    lines = [f"[models.{name}]", f"path = {str(path)!r}"]
-    return "\n".join([*lines, *(f"{key} = {value}" for key, value in fields.items())]) + "\n"
 
 
 @pytest.fixture
@@ -608,13 +544,12 @@ def test_sighup_with_a_bad_file_changes_nothing_says_why_and_does_not_hold_up_th
 
 
 def test_sighup_while_it_starts_counts_when_it_has_started(
-    sock: Path, model: Path, smollm2_path: Path, tmp_path: Path
+    sock: Path, model: Path, smollm2_path: Path
 ) -> None:
-    config = tmp_path / "daemon.toml"
-    config.write_text(table("a", smollm2_path) + table("b", model))
-    with running_daemon(sock, "--config", config, is_ready=False) as daemon:
+    both = table("a", smollm2_path) + table("b", model)
+    with configured(sock, both, is_ready=False) as daemon:
         wait_for(lambda: "is ready" in daemon.log)
-        config.write_text(table("b", model) + table("c", model))
+        sock.with_name("daemon.toml").write_text(table("b", model) + table("c", model))
         daemon.signal(signal.SIGHUP)
         wait_for(lambda: "reloaded" in daemon.log)
         assert names(daemon) == ["b", "c"]
@@ -622,11 +557,10 @@ def test_sighup_while_it_starts_counts_when_it_has_started(
 
 
 def test_sighup_tries_failed_models_again(sock: Path, model: Path, tmp_path: Path) -> None:
-    config, file = tmp_path / "daemon.toml", tmp_path / "model.gguf"
+    file = tmp_path / "model.gguf"
     shutil.copy(model, file)
     idle = table("a", file) + "unload_after_s = 0.01\n"
-    config.write_text(idle + table("b", model))
-    with running_daemon(sock, "--config", config) as daemon:
+    with configured(sock, idle + table("b", model)) as daemon:
 
         def state() -> object:
             return daemon.reply({"op": "stats"})["states"]["a"]
@@ -679,26 +613,3 @@ def test_a_socket_of_systemd_is_listened_on_for_all_who_came_early_and_left_ther
             daemon.signal(signal.SIGTERM)
             assert daemon.wait() == 0
     assert is_there(sock)
-
-
-# -- several at once ----------------------------------------------------------------------------------
-
-
-def test_several_clients_get_what_each_would_get_alone(daemon: Daemon) -> None:
-    prompts = [f"the cat {n}" for n in range(8)]
-    asked: list[Json] = [{**ASKED, "prompt": prompt, "id": prompt} for prompt in prompts]
-    replies: dict[str, Json] = {}
-
-    def ask(request: Json) -> None:
-        reply = daemon.reply(request)
-        replies[reply["id"]] = reply
-
-    threads = [threading.Thread(target=ask, args=(request,)) for request in asked]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert replies.keys() == set(prompts)
-    assert {reply["generated_tokens"] for reply in replies.values()} == {20}
-    wait_for(daemon.is_idle)
-    assert EngineConfig().n_slots < len(prompts)  # some of them have waited
