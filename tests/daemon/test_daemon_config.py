@@ -52,6 +52,10 @@ def write(tmp_path: Path) -> Write:
     return write_file
 
 
+def daemon(line: str) -> str:
+    return f"[daemon]\n{line}\n{SMALL}"
+
+
 def refused(path: Path) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_daemon_config(path)
@@ -185,9 +189,7 @@ def test_a_limit_has_a_default_and_is_clamped(
     write: Write, name: str, default: float, low: float, high: float
 ) -> None:
     def read(value: float) -> object:
-        return getattr(
-            load_daemon_config(write(f"[daemon]\n{name} = {value}\n{SMALL}")).limits, name
-        )
+        return getattr(load_daemon_config(write(daemon(f"{name} = {value}"))).limits, name)
 
     assert getattr(Limits(), name) == default
     assert (read(-1), read(2**70)) == (low, high)
@@ -217,9 +219,11 @@ def test_a_limit_of_the_wrong_type_is_refused_by_name(name: str, value: object) 
 
 # Paths
 
-PLACES = [
+Place = tuple[str, Callable[[DaemonConfig], str | None], str]
+
+PLACES: list[Place] = [
     ('[daemon]\nsocket = "{}"\n' + SMALL, lambda c: c.socket, "daemon.socket"),
-    ('[models.small]\npath = "{}"', lambda c: c.models["small"].model, "models.small.path"),
+    ('[models.small]\npath = "{}"', lambda c: str(c.models["small"].model), "models.small.path"),
     (
         SMALL + 'prompt_cache_dir = "{}"',
         lambda c: c.models["small"].config.prompt_cache_dir,
@@ -228,86 +232,66 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("content", "read", "where"), PLACES, ids=[place[2] for place in PLACES])
-class TestPaths:
-    @pytest.mark.parametrize(
-        ("written", "expanded"),
-        [
-            ("/absolute/file", "/absolute/file"),
-            ("~/file", "/home/someone/file"),
-            ("~", "/home/someone"),
-            ("$PLACE/file", "/a place/file"),
-            ("${PLACE}s/file", "/a places/file"),
-            ("$PLACE/$SUB/${SUB}", "/a place/$PLACE/$PLACE"),
-            ("/with/$", "/with/$"),
-            ("/with/~/$1/${}", "/with/~/$1/${}"),
-        ],
-    )
-    def test_home_and_variables_are_expanded(
-        self,
-        write: Write,
-        monkeypatch: pytest.MonkeyPatch,
-        content: str,
-        read: Callable[[DaemonConfig], str],
-        where: str,
-        written: str,
-        expanded: str,
-    ) -> None:
-        monkeypatch.setenv("HOME", "/home/someone")
-        monkeypatch.setenv("PLACE", "/a place")
-        monkeypatch.setenv("SUB", "$PLACE")  # what a variable holds is not expanded again
-        assert read(load_daemon_config(write(content.format(written)))) == expanded
+@pytest.fixture(params=PLACES, ids=[place[2] for place in PLACES])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A file with a place for a path, what reads that, and what errors call it."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("PLACE", "/a place")
+    monkeypatch.setenv("SUB", "$PLACE")  # what a variable holds is not expanded again
+    monkeypatch.setenv("EMPTY", "")
+    place: Place = request.param
+    return place
 
-    @pytest.mark.parametrize("relative", ["sub/file", "file", "smollm2-135m"])
-    def test_a_relative_path_starts_from_the_folder_of_the_file(
-        self,
-        write: Write,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        content: str,
-        read: Callable[[DaemonConfig], str],
-        where: str,
-        relative: str,
-    ) -> None:
-        write(content.format(relative))
-        monkeypatch.chdir(tmp_path)
-        config = load_daemon_config("daemon.toml")
-        monkeypatch.chdir("/")
-        assert read(config) == str(tmp_path / relative)
 
-    @pytest.mark.parametrize(
-        "written", ["$NOT_SET_HERE/x", "/a/${NOT_SET_HERE}", "~/$NOT_SET_HERE"]
-    )
-    def test_a_variable_that_is_not_set_is_named(
-        self, write: Write, content: str, read: object, where: str, written: str
-    ) -> None:
-        error = refused(write(content.format(written)))
-        assert error.where == where
-        assert "NOT_SET_HERE is not set" in error.reason
+@pytest.mark.parametrize(
+    ("written", "expanded"),
+    [
+        ("/absolute/file", "/absolute/file"),
+        ("~/file", "/home/someone/file"),
+        ("~", "/home/someone"),
+        ("$PLACE/file", "/a place/file"),
+        ("${PLACE}s/file", "/a places/file"),
+        ("$PLACE/$SUB/${SUB}", "/a place/$PLACE/$PLACE"),
+        ("/with/$", "/with/$"),
+        ("/with/~/$1/${}", "/with/~/$1/${}"),
+    ],
+)
+def test_home_and_variables_are_expanded(
+    write: Write, place: Place, written: str, expanded: str
+) -> None:
+    content, read, _ = place
+    assert read(load_daemon_config(write(content.format(written)))) == expanded
 
-    @pytest.mark.parametrize(
-        ("written", "reason"),
-        [
-            ("", "must not be empty"),
-            ("$EMPTY", "must not be empty"),
-            ("~no-such-user/x", "no home directory is known for '~no-such-user/x'"),
-            ("a\\u0000b", "contains a NUL byte"),
-        ],
-    )
-    def test_what_can_be_no_path_is_refused(
-        self,
-        write: Write,
-        monkeypatch: pytest.MonkeyPatch,
-        content: str,
-        read: object,
-        where: str,
-        written: str,
-        reason: str,
-    ) -> None:
-        monkeypatch.setenv("EMPTY", "")
-        error = refused(write(content.format(written)))
-        assert error.where == where
-        assert reason in error.reason
+
+@pytest.mark.parametrize("relative", ["sub/file", "file", "smollm2-135m"])
+def test_a_relative_path_starts_from_the_folder_of_the_file(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Place, relative: str
+) -> None:
+    content, read, _ = place
+    write(content.format(relative))
+    monkeypatch.chdir(tmp_path)
+    config = load_daemon_config("daemon.toml")
+    monkeypatch.chdir("/")
+    assert read(config) == str(tmp_path / relative)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        *((text, "NOT_SET_HERE is not set") for text in ("$NOT_SET_HERE/x", "~/${NOT_SET_HERE}")),
+        ("", "must not be empty"),
+        ("$EMPTY", "must not be empty"),
+        ("~no-such-user/x", "no home directory is known for '~no-such-user/x'"),
+        ("a\\u0000b", "contains a NUL byte"),
+    ],
+)
+def test_what_can_be_no_path_is_refused(
+    write: Write, place: Place, written: str, reason: str
+) -> None:
+    content, _, where = place
+    error = refused(write(content.replace("{}", written)))
+    assert error.where == where
+    assert reason in error.reason
 
 
 # What is refused
@@ -352,24 +336,13 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         ('models = "a"', "models", "models must be a table, not str"),
         ("[[models]]", "models", "models must be a table, not list"),
         ("[models]\nsmall = 1", "models.small", "small must be a table, not int"),
-        ("[daemon]\nsokcet = 1", "daemon.sokcet", "unknown key 'sokcet' (did you mean 'socket'?)"),
-        (
-            "[daemon]\nMAX_CONNECTIONS = 1",
-            "daemon.MAX_CONNECTIONS",
-            "unknown key 'MAX_CONNECTIONS' (did you mean 'max_connections'?)",
-        ),
-        (
-            SMALL + "n_slot = 1",
-            "models.small.n_slot",
-            "unknown key 'n_slot' (did you mean 'n_slots'?)",
-        ),
+        (daemon("sokcet = 1"), "daemon.sokcet", "unknown key 'sokcet' (did you mean 'socket'?)"),
+        (daemon("PORT = 1"), "daemon.PORT", "unknown key 'PORT'"),
+        (daemon("SOCKET = 1"), "daemon.SOCKET", "unknown key 'SOCKET' (did you mean 'socket'?)"),
+        (SMALL + "n_slot = 1", "models.small.n_slot", "'n_slot' (did you mean 'n_slots'?)"),
         (SMALL + "qqq = 1", "models.small.qqq", "unknown key 'qqq'"),
         (SMALL + '"\\n" = 1', r"models.small.'\n'", r"unknown key '\n'"),
-        (
-            '[models.qwen3.0]\nmodel = "qwen3-0.6b"',
-            "models.qwen3.0",
-            "unknown key '0'",
-        ),
+        ('[models.qwen3.0]\nmodel = "qwen3-0.6b"', "models.qwen3.0", "unknown key '0'"),
         (
             '[models."q.3"]\npath = "x"\nn_ctx = ""',
             "models.'q.3'.n_ctx",
@@ -378,33 +351,21 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         ("", "models", "no model: add a table [models.NAME]"),
         ("[models]", "models", "no model: add a table [models.NAME]"),
         ("[models.a]\nn_ctx = 5", "models.a", "no model: give either `path` or `model`"),
-        (
-            SMALL + 'path = "x.gguf"',
-            "models.small",
-            "both `path` and `model`: give either `path` or `model`",
-        ),
+        (SMALL + 'path = "x.gguf"', "models.small", "both `path` and `model`: give either"),
         ('[models.a]\nmodel = "smollm2-135n"', "models.a.model", "did you mean smollm2-135m?"),
         ('[models.a]\nmodel = "./file.gguf"', "models.a.model", "known are smollm2-135m, "),
         ("[models.a]\nmodel = 135", "models.a.model", "model must be text, not int"),
         ("[models.a]\npath = true", "models.a.path", "path must be text, not bool"),
         (
-            '[daemon]\ndefault_model = "smal"\n' + SMALL,
+            daemon('default_model = "smal"'),
             "daemon.default_model",
             "no model 'smal' (did you mean 'small'?)",
         ),
-        (
-            "[daemon]\ndefault_model = 1\n" + SMALL,
-            "daemon.default_model",
-            "default_model must be text, not int",
-        ),
-        ("[daemon]\nsocket = 1\n" + SMALL, "daemon.socket", "socket must be text, not int"),
+        (daemon("default_model = 1"), "daemon.default_model", "default_model must be text"),
+        (daemon("socket = 1"), "daemon.socket", "socket must be text, not int"),
         (SMALL + 'lane = "other"', "models.small.lane", 'lane must be a Lane, "own" or None'),
-        (SMALL + "type_k = 0x" + "f" * 9000, "models.small.type_k", "type_k cannot be such int"),
-        (
-            f"{SMALL}type_k{'.a' * TOO_DEEP} = 1",
-            "models.small.type_k",
-            "type_k cannot be such dict",
-        ),
+        (SMALL + "type_k = 0x" + "f" * 9000, "models.small.type_k", "cannot be such int"),
+        (f"{SMALL}type_k{'.a' * TOO_DEEP} = 1", "models.small.type_k", "cannot be such dict"),
     ],
 )
 def test_an_error_says_where_and_what(write: Write, content: str, where: str, reason: str) -> None:
@@ -425,72 +386,46 @@ def test_a_name_with_anything_else_in_it_is_refused(write: Write, name: str) -> 
 DATES = ("2024-05-01", "2024-05-01T10:00:00Z", "10:00:00")
 WRONG: dict[tuple[str, ...], tuple[str, ...]] = {
     (
-        "n_slots",
-        "n_ctx",
-        "n_threads",
-        "n_threads_batch",
-        "n_batch",
-        "max_queue",
-        "prompt_cache_ram_bytes",
-        "prompt_cache_disk_bytes",
-        "n_gpu_layers",
-        "main_gpu",
-        "weight",
-        "max_request_bytes",
-        "max_connections",
+        *("n_slots", "n_ctx", "n_threads", "n_threads_batch", "n_batch", "max_queue", "weight"),
+        *("prompt_cache_ram_bytes", "prompt_cache_disk_bytes", "n_gpu_layers", "main_gpu"),
+        *("max_request_bytes", "max_connections"),
     ): ("true", '"5"', "1.0", "[]", "{}"),
     (
-        "step_target_s",
-        "rope_freq_base",
-        "rope_freq_scale",
-        "request_timeout_s",
-        "stream_timeout_s",
+        *("step_target_s", "rope_freq_base", "rope_freq_scale"),
+        *("request_timeout_s", "stream_timeout_s"),
     ): ("true", '"5"', "[]", "{}"),
     (
-        "adaptive_threads",
-        "kv_cache",
-        "preflight",
-        "use_extra_bufts",
-        "use_mmap",
-        "use_mlock",
-        "flash_attn",
-    ): (
-        "1",
-        '"on"',
-        "[]",
-        "{}",
-    ),
+        *("adaptive_threads", "kv_cache", "preflight", "use_extra_bufts", "use_mmap"),
+        *("use_mlock", "flash_attn"),
+    ): ("1", '"on"', "[]", "{}"),
     ("split_mode", "type_k", "type_v", "lane"): ("1", "true", '"other"', "[]", "{}"),
     ("tensor_split",): ('"1"', "1", "[true]", '["1"]', "{}"),
     ("prompt_cache_dir",): ("1", "true", "[]", "{}"),
 }
+CASES = [
+    (key, written)
+    for keys, values in WRONG.items()
+    for key in keys
+    for written in (*values, *DATES)
+]
 
 
 def test_every_field_is_covered_here() -> None:
     assert sorted(key for keys in WRONG for key in keys) == sorted(ENGINE_FIELDS + LIMIT_FIELDS)
 
 
-@pytest.mark.parametrize(
-    ("key", "written"),
-    [
-        (key, written)
-        for keys, values in WRONG.items()
-        for key in keys
-        for written in (*values, *DATES)
-    ],
-)
+@pytest.mark.parametrize(("key", "written"), CASES)
 def test_a_wrong_type_is_refused_with_table_and_key(write: Write, key: str, written: str) -> None:
     limit = key in LIMIT_FIELDS
-    table = f"[daemon]\n{key} = {written}\n{SMALL}" if limit else f"{SMALL}{key} = {written}"
+    table = daemon(f"{key} = {written}") if limit else f"{SMALL}{key} = {written}"
     error = refused(write(table))
     assert error.where == (f"daemon.{key}" if limit else f"models.small.{key}")
     assert error.reason.startswith(f"{key} ")
 
 
 def test_the_wrong_key_is_found_among_good_ones(write: Write) -> None:
-    assert refused(
-        write(SMALL + "n_slots = 2\nn_ctx = 4096\nn_batch = '8'\nkv_cache = true")
-    ).where == ("models.small.n_batch")
+    keys = "n_slots = 2\nn_ctx = 4096\nn_batch = '8'\nkv_cache = true"
+    assert refused(write(SMALL + keys)).where == "models.small.n_batch"
 
 
 # Whatever is written
