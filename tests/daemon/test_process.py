@@ -17,7 +17,11 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 
+from llamad_trio import EngineSpec, Limits, ModelLoadError, SocketUnavailable
+from llamad_trio.daemon.config import DaemonConfig
+from llamad_trio.daemon.daemon import run_daemon
 from llamad_trio.isolation import isolation
 from tests.models import TinyModels
 from tests.serving.support import (
@@ -325,6 +329,22 @@ def test_a_place_for_metrics_that_cannot_be_is_told_before_any_load(
     with running_daemon(sock, tmp_path / "no.gguf", *metrics, is_ready=False) as daemon:
         assert daemon.wait() == 1
         assert_one_line(error_of(daemon.log), "metrics.sock")
+
+
+async def test_a_path_that_cannot_be_had_is_told_before_a_model_loads(tmp_path: Path) -> None:
+    with pytest.raises(SocketUnavailable, match="it is not a socket"):
+        await run_daemon(without_model(tmp_path, tmp_path))
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing_of_the_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        trio.run(run_daemon, without_model(tmp_path, tmp_path / "d.sock"))
+    assert not list(tmp_path.iterdir())
+
+
+def without_model(folder: Path, path: Path) -> DaemonConfig:
+    models = {"none": EngineSpec(folder / "none.gguf")}
+    return DaemonConfig(socket=str(path), default="none", limits=Limits(), models=models)
 
 
 # -- SIGINT and SIGTERM -------------------------------------------------------------------------------

@@ -149,39 +149,32 @@ def test_a_descriptor_that_is_not_there_is_refused(listener: socket.socket) -> N
 
 
 @pytest.fixture
-def manager() -> Iterator[socket.socket]:
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.settimeout(10)
+        sock.bind(os.fspath(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", os.fspath(tmp_path / "notify"))
         yield sock
 
 
-def test_a_state_is_told_on_a_path(
-    manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager.bind(os.fspath(tmp_path / "notify"))
-    monkeypatch.setenv("NOTIFY_SOCKET", os.fspath(tmp_path / "notify"))
-    notify("READY=1\nSTATUS=serving")
-    assert manager.recv(1000) == b"READY=1\nSTATUS=serving"
+def test_a_state_is_told_also_one_that_is_no_text(manager: socket.socket) -> None:
+    for state, told in (
+        ("READY=1\nSTATUS=serving", b"READY=1\nSTATUS=serving"),
+        ("STATUS=\udcff\ud800", b"STATUS=??"),
+    ):
+        notify(state)
+        assert manager.recv(1000) == told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract sockets")
-def test_a_state_is_told_on_an_abstract_name(
-    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_told_on_an_abstract_name(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"llamad-test-{os.getpid()}"
-    manager.bind(f"\0{name}")
     monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-    notify("READY=1")
-    assert manager.recv(1000) == b"READY=1"
-
-
-def test_a_state_that_is_no_text_is_told_all_the_same(
-    manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager.bind(os.fspath(tmp_path / "notify"))
-    monkeypatch.setenv("NOTIFY_SOCKET", os.fspath(tmp_path / "notify"))
-    notify("STATUS=\udcff\ud800")
-    assert manager.recv(1000) == b"STATUS=??"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(10)
+        manager.bind(f"\0{name}")
+        notify("READY=1")
+        assert manager.recv(1000) == b"READY=1"
 
 
 @pytest.mark.parametrize("address", [None, ""])
@@ -213,13 +206,8 @@ def test_what_cannot_be_told_is_a_warning(
 
 
 def test_a_manager_that_does_not_listen_is_not_waited_for(
-    manager: socket.socket,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    manager: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager.bind(os.fspath(tmp_path / "notify"))
-    monkeypatch.setenv("NOTIFY_SOCKET", os.fspath(tmp_path / "notify"))
     for _ in range(100_000):
         notify("STATUS=still")
         if caplog.records:

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -23,6 +23,7 @@ from llamad_trio.core.errors import SocketUnavailable
 from llamad_trio.serving import unix_socket
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,
+    claim_path,
     open_hangup_watcher,
     open_listener,
     peer_is_trusted,
@@ -302,6 +303,25 @@ def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_path_is_ours_before_anybody_listens(path: Path) -> None:
+    with claim_path(path) as listen:
+        assert not path.exists()
+        with pytest.raises(SocketUnavailable, match="another daemon is using it"), claim_path(path):
+            pass
+        listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert os.listdir(path.parent) == []
+
+
+def test_what_has_come_to_a_path_of_ours_meanwhile_is_left_alone(path: Path) -> None:
+    with claim_path(path) as listen:
+        _make_regular(path)
+        with pytest.raises(SocketUnavailable, match="it is not a socket"):
+            listen()
+    assert path.read_text() == "precious"
+
+
 # -- racing -----------------------------------------------------------------------------------
 
 
@@ -411,16 +431,13 @@ async def test_a_lock_file_of_another_user_is_refused(
 # -- the end ----------------------------------------------------------------------------------
 
 
-async def test_both_files_are_removed_when_the_block_fails(path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        async with open_listener(path):
-            raise ZeroDivisionError
-    assert os.listdir(path.parent) == []
-
-
-async def test_both_files_are_removed_when_cancelled(path: Path) -> None:
-    with trio.CancelScope() as scope:
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+async def test_both_files_are_removed_when_the_block(path: Path, how: str) -> None:
+    fails = pytest.raises(ZeroDivisionError) if how == "fails" else nullcontext()
+    with fails, trio.CancelScope() as scope:
         async with open_listener(path) as listener:
+            if how == "fails":
+                raise ZeroDivisionError
             scope.cancel()
             await trio.sleep(HANG_S)
     assert os.listdir(path.parent) == []
@@ -574,11 +591,11 @@ def test_where_the_system_does_not_tell_everybody_is_trusted(
 
 # -- the peer's leaving -----------------------------------------------------------------------
 
-needs_epoll = pytest.mark.skipif(not hasattr(select, "epoll"), reason="there is no epoll")
-
 
 @pytest.fixture
 async def watcher() -> AsyncIterator[HangupWatcher]:
+    if not hasattr(select, "epoll"):
+        pytest.skip("there is no epoll")
     with trio.fail_after(HANG_S):
         async with open_hangup_watcher() as watcher:
             yield watcher
@@ -592,12 +609,13 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 Pair = tuple[socket.socket, socket.socket]
+AnySocket = socket.socket | trio.socket.SocketType
 
 
 class Wait:
     """One `wait_gone`, in a task of its own."""
 
-    def __init__(self, nursery: trio.Nursery, watcher: HangupWatcher, sock: socket.socket) -> None:
+    def __init__(self, nursery: trio.Nursery, watcher: HangupWatcher, sock: AnySocket) -> None:
         self._has_ended = False
         self.scope = trio.CancelScope()
         self._watcher = watcher
@@ -620,18 +638,33 @@ async def settle() -> None:
         await wait_all_tasks_blocked(0.02)
 
 
-@needs_epoll
-async def test_a_peer_that_closes_has_gone(watcher: HangupWatcher, pair: Pair) -> None:
-    ours, peer = pair
+@asynccontextmanager
+async def waiting(watcher: HangupWatcher, sock: AnySocket) -> AsyncIterator[Wait]:
+    """A wait that has begun, and has ended when the block has."""
     async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
+        wait = Wait(nursery, watcher, sock)
         await settle()
         assert not wait.has_ended()
-        peer.close()
+        yield wait
     assert wait.has_ended()
 
 
-@needs_epoll
+@pytest.mark.parametrize("left", ["nothing", "a question", "an answer"])
+async def test_a_peer_that_closes_has_gone_whatever_it_leaves_unread(
+    watcher: HangupWatcher, pair: Pair, left: str
+) -> None:
+    ours, peer = pair
+    if left == "an answer":
+        ours.send(b"answer")
+    async with waiting(watcher, ours) as wait:
+        if left == "a question":
+            peer.send(b"question")
+            await settle()
+            assert not wait.has_ended()
+        peer.close()
+    assert left != "a question" or ours.recv(100) == b"question"
+
+
 async def test_a_peer_that_has_gone_before_is_noticed(watcher: HangupWatcher, pair: Pair) -> None:
     ours, peer = pair
     peer.close()
@@ -641,7 +674,6 @@ async def test_a_peer_that_has_gone_before_is_noticed(watcher: HangupWatcher, pa
         await watcher.wait_gone(ours)
 
 
-@needs_epoll
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_a_peer_that_only_stops_writing_has_not_gone(
     watcher: HangupWatcher, pair: Pair, when: str
@@ -649,66 +681,22 @@ async def test_a_peer_that_only_stops_writing_has_not_gone(
     ours, peer = pair
     if when == "before":
         peer.shutdown(socket.SHUT_WR)
-    async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
-        await settle()
+    async with waiting(watcher, ours) as wait:
         peer.shutdown(socket.SHUT_WR)
         await settle()
         assert not wait.has_ended()
         ours.send(b"answer")
         assert peer.recv(100) == b"answer"
         peer.close()
-    assert wait.has_ended()
 
 
-@needs_epoll
-async def test_what_the_peer_sent_is_not_read_and_does_not_hide_its_leaving(
-    watcher: HangupWatcher, pair: Pair
-) -> None:
-    ours, peer = pair
-    async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
-        peer.send(b"question")
-        await settle()
-        assert not wait.has_ended()
-        peer.close()
-    assert wait.has_ended()
-    assert ours.recv(100) == b"question"
-
-
-@needs_epoll
-async def test_a_peer_that_leaves_answers_unread_has_gone(
-    watcher: HangupWatcher, pair: Pair
-) -> None:
-    ours, peer = pair
-    ours.send(b"answer")
-    async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
-        await settle()
-        assert not wait.has_ended()
-        peer.close()
-    assert wait.has_ended()
-
-
-@needs_epoll
 async def test_a_client_that_is_killed_has_gone(watcher: HangupWatcher, path: Path) -> None:
     async with open_listener(path) as listener:
         with running(connect_and_hold, path) as client:
-            async with await listener.accept() as server, trio.open_nursery() as nursery:
-                ended = trio.Event()
-
-                async def wait() -> None:
-                    await watcher.wait_gone(server.socket)
-                    ended.set()
-
-                nursery.start_soon(wait)
-                await settle()
-                assert not ended.is_set()
+            async with await listener.accept() as server, waiting(watcher, server.socket):
                 client.kill()
-                await ended.wait()
 
 
-@needs_epoll
 async def test_of_a_hundred_those_that_leave_have_gone(watcher: HangupWatcher) -> None:
     pairs = [socket.socketpair() for _ in range(100)]
     with ExitStack() as sockets:
@@ -726,7 +714,6 @@ async def test_of_a_hundred_those_that_leave_have_gone(watcher: HangupWatcher) -
         assert all(wait.has_ended() for wait in waits)
 
 
-@needs_epoll
 async def test_a_cancelled_wait_can_be_begun_again(watcher: HangupWatcher, pair: Pair) -> None:
     ours, peer = pair
     for _ in range(3):
@@ -747,7 +734,6 @@ def _reuse(fd: int) -> Pair:
     return socket.socket(fileno=fd), peer
 
 
-@needs_epoll
 @pytest.mark.parametrize("copied", [False, True])
 async def test_a_number_that_is_used_again_stands_for_the_new_socket(
     watcher: HangupWatcher, copied: bool
@@ -775,7 +761,6 @@ async def test_a_number_that_is_used_again_stands_for_the_new_socket(
         assert new_wait.has_ended()
 
 
-@needs_epoll
 async def test_a_socket_closed_under_a_cancelled_wait_is_no_error(
     watcher: HangupWatcher, pair: Pair
 ) -> None:
@@ -788,16 +773,12 @@ async def test_a_socket_closed_under_a_cancelled_wait_is_no_error(
     assert wait.scope.cancelled_caught
 
 
-@needs_epoll
 async def test_a_second_wait_for_a_socket_is_refused(watcher: HangupWatcher, pair: Pair) -> None:
     ours, peer = pair
-    async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
-        await settle()
+    async with waiting(watcher, ours):
         with pytest.raises(trio.BusyResourceError):
             await watcher.wait_gone(ours)
         peer.close()
-    assert wait.has_ended()
 
 
 async def test_a_closed_socket_cannot_be_waited_for(watcher: HangupWatcher, pair: Pair) -> None:
@@ -807,7 +788,6 @@ async def test_a_closed_socket_cannot_be_waited_for(watcher: HangupWatcher, pair
         await watcher.wait_gone(ours)
 
 
-@needs_epoll
 async def test_the_end_of_the_watcher_ends_every_wait(pair: Pair) -> None:
     ours, _ = pair
     async with trio.open_nursery() as nursery:
@@ -828,7 +808,6 @@ async def test_an_error_in_the_watchers_block_comes_out_as_itself() -> None:
             raise ZeroDivisionError
 
 
-@needs_epoll
 async def test_waiting_costs_no_step_of_any_task_even_while_data_comes(
     watcher: HangupWatcher, pair: Pair
 ) -> None:
@@ -839,9 +818,7 @@ async def test_waiting_costs_no_step_of_any_task_even_while_data_comes(
         def before_task_step(self, task: trio.lowlevel.Task) -> None:
             steps.append(task.name)
 
-    async with trio.open_nursery() as nursery:
-        wait = Wait(nursery, watcher, ours)
-        await settle()
+    async with waiting(watcher, ours):
         counter = CountSteps()
         trio.lowlevel.add_instrument(counter)
         for _ in range(10):
@@ -849,7 +826,6 @@ async def test_waiting_costs_no_step_of_any_task_even_while_data_comes(
             await trio.sleep(0.01)
         trio.lowlevel.remove_instrument(counter)
         peer.close()
-    assert wait.has_ended()
     assert len(steps) == 10  # this task's own
 
 
