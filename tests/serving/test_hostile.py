@@ -8,10 +8,8 @@ import random
 import resource
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,9 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings, strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from llamad_trio import Engine, Limits, open_engine, serve_unix
+from llamad_trio import Engine, Limits, SessionFatal, serve_unix
 from llamad_trio.serving import listener
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import open_scripted_engine
@@ -31,7 +28,6 @@ from tests.models import TinyModels
 from tests.serving.support import (
     HANG_S,
     LONG_TEXT,
-    ROOT,
     Client,
     Daemon,
     Json,
@@ -43,7 +39,7 @@ from tests.serving.support import (
     says,
     served,
 )
-from tests.support import ONE_THREAD, held_steps, until, until_idle, until_queued
+from tests.support import until, until_idle, until_queued
 
 STUCK = 3600.0
 
@@ -192,32 +188,20 @@ LEAVING = [close, half_close_and_close, shut_down_both_sides, reset]
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("leave", LEAVING)
-async def test_who_leaves_while_it_generates_frees_its_slot(
-    sock: Path, leave: Callable[[Client], None], stream: bool
+@pytest.mark.parametrize("holds", ["decode", "prefill"])
+async def test_who_leaves_frees_its_slot(
+    sock: Path, holds: str, leave: Callable[[Client], None], stream: bool
 ) -> None:
-    async with served(sock, says(LONG_TEXT, decode_s=0.001)) as engine:
+    times = {"decode_s": 0.001} if holds == "decode" else {"prefill_s": STUCK}
+    async with served(sock, says(LONG_TEXT, **times)) as engine:
         async with connected(sock) as client:
-            await client.send({"prompt": "x", "stream": stream, "max_tokens": 900_000})
-            await until(lambda: engine.stats().decode_tokens > 3)
-            leave(client)
-            await until_all_is_free(sock, engine)
-        assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("leave", LEAVING)
-async def test_who_leaves_while_its_prompt_is_read_frees_its_slot(
-    sock: Path, leave: Callable[[Client], None], stream: bool
-) -> None:
-    async with served(sock, says("4", prefill_s=STUCK)) as engine:
-        async with connected(sock) as client:
-            await client.send({"prompt": "x" * 1000, "stream": stream})
-            await until(lambda: engine.stats().slots["prefill"] == 1)
+            await client.send({"prompt": "x" * 1000, "stream": stream, "max_tokens": 900_000})
+            await until(lambda: engine.stats().slots[holds] == 1)
             await wait_all_tasks_blocked()
             leave(client)
             await until_all_is_free(sock, engine)
         assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
-        assert engine.stats().aborted_steps == 1
+        assert engine.stats().aborted_steps == 1 or holds == "decode"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -282,21 +266,6 @@ async def test_a_peer_that_has_only_ended_its_side_gets_its_answer(sock: Path) -
         assert engine.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
 
 
-async def test_half_open_peers_cost_their_connections_only(sock: Path) -> None:
-    async with served(sock, says("4"), limits=Limits(request_timeout_s=0.2)) as engine:
-        clients = []
-        for _ in range(50):
-            stream = await trio.open_unix_socket(str(sock))
-            clients.append(Client(stream))
-        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
-        for client in clients:
-            assert await client.rest() == b'{"error":"read timeout"}\n'
-        # They have not closed, and are forgotten all the same.
-        await until_all_is_free(sock, engine)
-        for client in clients:
-            client.stream.socket.close()
-
-
 async def random_client(sock: Path, chance: random.Random) -> None:
     """Ask for something, stay for a while, and leave in some way."""
     leave = chance.choice(LEAVING)
@@ -327,37 +296,6 @@ async def test_clients_that_leave_at_random_moments_leave_nothing_behind(sock: P
                     nursery.start_soon(random_client, sock, chance)
             await until_all_is_free(sock, engine)
         assert b'"text":"4"' in await ask(sock, {"prompt": "short"})
-
-
-@pytest.mark.parametrize("when", ["waits", "its prompt is read", "it generates"])
-async def test_a_real_engine_is_free_again_too(
-    tiny_model: TinyModels, sock: Path, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_model("attention", n_ctx_train=100_000)
-    async with (
-        open_engine(path, ONE_THREAD, n_ctx=8192, n_slots=1) as engine,
-        open_plain_nursery() as nursery,
-    ):
-        await nursery.start(serve_unix, engine, sock)
-        async with connected(sock) as client, connected(sock) as other:
-            if when == "it generates":
-                await client.send({"prompt": "the cat", "max_tokens": 8000, "stream": True})
-                await client.reply()
-            elif when == "its prompt is read":
-                with held_steps(monkeypatch) as steps:
-                    await client.send({"prompt": "the cat " * 500})
-                    await until(steps.begun.is_set)
-                    close(client)
-                    await until(lambda: engine.stats().requests["cancelled"] == 1)
-            else:
-                await other.send({"prompt": "the cat", "max_tokens": 8000, "stream": True})
-                await other.reply()
-                await client.send({"prompt": "a hat"})
-                await until_queued(engine, 1)
-                close(client)
-                await until_queued(engine, 0)
-        await until_all_is_free(sock, engine)
-        assert b'"generated_tokens":2}' in await ask(sock, {"prompt": "the cat", "max_tokens": 2})
 
 
 # -- many of them -----------------------------------------------------------------------------------
@@ -393,64 +331,6 @@ async def test_300_connections_at_once_are_256_answers_and_44_refusals(sock: Pat
         assert replies.count(busy) == 44
         assert replies.count(b'{"text":"42","prompt_tokens":1,"generated_tokens":3}\n') == 256
         await until_all_is_free(sock, engine)
-
-
-@pytest.mark.usefixtures("_many_descriptors")
-async def test_300_that_connect_and_leave_leave_nothing(sock: Path) -> None:
-    async with served(sock, says("42")) as engine:
-        for _ in range(2):
-            streams = [await trio.open_unix_socket(str(sock)) for _ in range(300)]
-            for stream in streams:
-                stream.socket.close()
-        await until_all_is_free(sock, engine)
-        assert b'"text":"42"' in await ask(sock, {"prompt": "x"})
-
-
-WITHOUT_DESCRIPTORS = """
-import os, resource, socket, sys
-import trio
-from llamad_trio import serve_unix
-from llamad_trio.testing import open_scripted_engine
-
-async def main(path):
-    async with open_scripted_engine("42") as engine, trio.open_nursery() as nursery:
-        await nursery.start(serve_unix, engine, path)
-        n_open = len(os.listdir("/proc/self/fd"))
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 10, hard))
-        print("ready", flush=True)
-        await trio.sleep_forever()
-
-trio.run(main, sys.argv[1])
-"""
-
-
-def test_running_out_of_descriptors_does_not_kill_the_listener(tmp_path: Path) -> None:
-    sock = tmp_path / "d.sock"
-    with subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS, str(sock)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            daemon = Daemon(process, sock, sock)
-            # More than it has descriptors for; the system takes the rest in.
-            clients = [daemon.connect() for _ in range(40)]
-            clients[0].settimeout(0.3)
-            with pytest.raises(TimeoutError):  # nobody answers what is not asked
-                clients[0].recv(1)
-            clients[0].settimeout(HANG_S)
-            for client in clients:
-                client.sendall(b'{"prompt":"x","raw":true}\n')
-                with client, client.makefile("rb") as reply:
-                    assert reply.read() == b'{"text":"42","prompt_tokens":1,"generated_tokens":3}\n'
-            assert daemon.ask(b'{"op":"ping"}\n') == b'{"pong":true}\n'
-            assert process.poll() is None
-        finally:
-            process.kill()
 
 
 # -- the end of the daemon --------------------------------------------------------------------------
@@ -532,59 +412,36 @@ async def test_the_end_does_not_wait_for_who_does_not_read(sock: Path) -> None:
         await until_idle(engine)
 
 
-def replace_by_a_file(path: Path) -> None:
-    path.unlink()
-    path.write_text("mine")
-
-
-async def test_a_socket_that_somebody_else_has_by_now_is_left_alone(sock: Path) -> None:
-    async with open_scripted_engine("4") as engine, open_plain_nursery() as nursery:
-        await nursery.start(serve_unix, engine, sock)
-        replace_by_a_file(sock)
-    assert is_there(sock)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_closes_under_it_is_an_error_for_its_requests(
-    sock: Path, stream: bool
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_engine_that_ends_under_it_is_an_error_for_its_requests(
+    sock: Path, stream: bool, breaks: bool
 ) -> None:
-    async with open_plain_nursery() as nursery, open_scripted_engine("other") as other:
-        engines: dict[str, Any] = {"other": other}
-        await nursery.start(serve_unix, engines, sock)
-        async with connected(sock) as client:
-            async with open_scripted_engine(says(LONG_TEXT, decode_s=0.001)) as engine:
-                engines["going"] = engine
-                asked = {"prompt": "x", "stream": stream, "model": "going", "id": 1}
-                await client.send(asked)
-                await until(lambda: engine.stats().decode_tokens > 3)
-            *tokens, last = (await client.rest()).splitlines()
-            assert stream or not tokens
-            assert json.loads(last) == {
-                "id": 1,
-                "error": "inference: the engine is closed",
-                "type": "EngineClosed",
-                "details": {},
-            }
-        assert json.loads(await ask(sock, {"prompt": "x", "model": "other"}))["text"] == "other"
-
-
-async def test_an_engine_that_breaks_down_is_an_error_for_its_requests(sock: Path) -> None:
-    from llamad_trio import SessionFatal
-
     model = says(LONG_TEXT, decode_s=0.001)
     async with open_plain_nursery() as nursery, open_scripted_engine("other") as other:
         engines: dict[str, Any] = {"other": other}
         await nursery.start(serve_unix, engines, sock)
         async with connected(sock) as client:
-            with pytest.raises(SessionFatal):
+            with pytest.raises(SessionFatal) if breaks else nullcontext():
                 async with open_scripted_engine(model) as engine:
                     engines["going"] = engine
-                    await client.send({"prompt": "x", "model": "going", "stream": True})
-                    await client.reply()
-                    model.crash_next_step("why")
-                    await trio.sleep_forever()
-            last = json.loads((await client.rest()).splitlines()[-1])
-            assert (last["type"], last["details"]) == ("SessionFatal", {"reason": "why"})
+                    await client.send({"prompt": "x", "stream": stream, "model": "going", "id": 1})
+                    await until(lambda: engine.stats().decode_tokens > 3)
+                    if breaks:
+                        model.crash_next_step("why")
+                        await trio.sleep(HANG_S)
+            *tokens, last = (await client.rest()).splitlines()
+            assert stream or not tokens
+            error: Json = json.loads(last)
+            if breaks:
+                assert (error["type"], error["details"]) == ("SessionFatal", {"reason": "why"})
+            else:
+                assert error == {
+                    "id": 1,
+                    "error": "inference: the engine is closed",
+                    "type": "EngineClosed",
+                    "details": {},
+                }
         assert json.loads(await ask(sock, {"prompt": "x", "model": "other"}))["text"] == "other"
 
 
@@ -745,38 +602,3 @@ def test_400_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemo
 @pytest.mark.slow
 def test_10_000_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon) -> None:
     fuzz(daemon, 10_000, seed=8)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-lines = st.one_of(
-    st.binary(max_size=100),
-    json_values.map(as_line),
-    st.builds(
-        lambda seed, more: as_line({**seed, **more}),
-        st.sampled_from(SEEDS),
-        st.dictionaries(st.sampled_from(NAMES), json_values, max_size=3),
-    ),
-)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sent=lines)
-def test_whatever_is_sent_is_answered(daemon: Daemon, sent: bytes) -> None:
-    check_replies(sent, daemon.ask(sent, half_close=True))
-
-
-@settings(max_examples=25)
-@given(sent=lines, n_bytes=st.integers(0, 100))
-def test_whoever_leaves_in_between_is_forgotten(daemon: Daemon, sent: bytes, n_bytes: int) -> None:
-    with daemon.connect() as client:
-        client.sendall(sent[:n_bytes])
-    assert daemon.ask(b'{"op":"ping"}\n') == b'{"pong":true}\n'
-
-
-def test_after_all_that_a_good_request_is_answered(daemon: Daemon) -> None:
-    check_good_request(daemon)
-    assert "Traceback" not in daemon.log

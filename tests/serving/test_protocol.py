@@ -241,22 +241,10 @@ async def test_the_limit_of_a_request_can_be_set(sock: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (b"\xef\xbb\xbf" + ASKED, "not JSON: "),
         (b'{"prompt":"\xff"}', "not JSON: "),
-        (b'{"prompt":"\0"}', "not JSON: "),
-        (b'{"prompt":"\\u0000"}', "prompt contains a NUL byte"),
         (b'{"prompt":"\\ud800"}', "prompt contains a lone surrogate"),
-        (b'{"prompt":"x","prompt":"x"}', "not JSON: duplicate field 'prompt'"),
-        (b'{"prompt":"x","nonsense":1}', "unknown field 'nonsense'"),
-        (b'{"prompt":"x","max_tokens":"5"}', "max_tokens must be an integer, not str"),
-        (b'{"prompt":"x","max_tokens":true}', "max_tokens must be an integer, not bool"),
-        (b'{"prompt":"x","temperature":1e999}', "not JSON: number out of range: 1e999"),
-        (b'{"prompt":"x","temperature":NaN}', "not JSON: NaN is no JSON"),
-        (b'{"prompt":"x","seed":' + b"9" * 5000 + b"}", "not JSON: "),
+        (b'{"prompt":"x","max_token":5}', "unknown field 'max_token' (did you mean"),
         (b"[" * 200_000, "the JSON is nested too deeply"),
-        (b'{"a":' * 200_000, "the JSON is nested too deeply"),
-        (b"{}", "missing field 'prompt'"),
-        (b"[]", "must be a JSON object, not an array"),
         (b"GET / HTTP/1.1\r", "not JSON: "),
     ],
     ids=lambda part: str(part[:30]),
@@ -470,12 +458,13 @@ async def test_requests_without_an_id_may_run_at_once(sock: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_generates_is_cancelled_by_its_id(sock: Path, stream: bool) -> None:
-    model = arithmetic(decode_s=0.002)
+@pytest.mark.parametrize("holds", ["decode", "prefill"])
+async def test_a_request_is_cancelled_by_its_id(sock: Path, stream: bool, holds: str) -> None:
+    model = arithmetic(decode_s=0.002, prefill_s=0.0 if holds == "decode" else STUCK)
     async with served(sock, model) as engine, connected(sock) as client:
         asked: Json = {"prompt": "count", "stream": stream, "id": "a", "keep": True}
         await client.send(asked)
-        await until(lambda: engine.stats().slots["decode"] == 1)
+        await until(lambda: engine.stats().slots[holds] == 1)
         await client.send({"op": "cancel", "id": "a", "keep": True})
         replies: list[Json] = []
         while len(replies) < 2:
@@ -485,7 +474,9 @@ async def test_a_request_that_generates_is_cancelled_by_its_id(sock: Path, strea
         assert {"id": "a", "cancelled": True} in replies
         assert {"id": "a", "error": "cancelled"} in replies
         await until_idle(engine)
+        assert engine.stats().aborted_steps == 1 or holds == "decode"
         # Nothing more comes of it, and its id is free.
+        model._prefill_s = 0.0
         await client.send({"prompt": "2+2?", "id": "a"})
         assert json.loads(await client.rest())["text"] == "4"
 
@@ -502,22 +493,7 @@ async def test_a_request_that_waits_is_cancelled_by_its_id(sock: Path) -> None:
         assert {"id": "waits", "cancelled": True} in replies
         assert {"id": "waits", "error": "cancelled"} in replies
         assert replies[-1]["text"] == "42"
-        await until_idle(engine)
         assert engine.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
-
-
-async def test_a_request_whose_prompt_is_read_is_cancelled_by_its_id(sock: Path) -> None:
-    model = arithmetic(prefill_s=STUCK)
-    async with served(sock, model) as engine, connected(sock) as client:
-        await client.send({"prompt": "count", "id": 5, "keep": True})
-        await until(lambda: engine.stats().slots["prefill"] == 1)
-        await client.send({"op": "cancel", "id": 5})
-        assert sorted((await client.rest()).splitlines()) == [
-            b'{"id":5,"cancelled":true}',
-            b'{"id":5,"error":"cancelled"}',
-        ]
-        await until_idle(engine)
-        assert engine.stats().aborted_steps == 1
 
 
 @pytest.mark.parametrize("which", [{"id": "b"}, {"id": 1}, {}])
@@ -650,15 +626,11 @@ async def test_any_other_field_brings_all_that_is_known_of_a_completion(sock: Pa
         }
         cut = json.loads(await ask(sock, {"prompt": "count", "max_tokens": 3, "session": "s"}))
         assert (cut["text"], cut["finish_reason"]) == ("and", "length")
+        by_tokens = json.loads(await ask(sock, {"tokens": [ord(char) for char in "2+2?"]}))
+        assert (by_tokens["text"], by_tokens["prompt_tokens"]) == ("4", 4)
         stopped = json.loads(await ask(sock, {"prompt": "count", "stop": [" so"], "id": 1}))
         assert (stopped["text"], stopped["stop_sequence"]) == ("and", " so")
         assert stopped["cached_tokens"] > 0
-
-
-async def test_token_ids_may_be_the_prompt(sock: Path) -> None:
-    async with served(sock, arithmetic()):
-        reply = json.loads(await ask(sock, {"tokens": [ord(char) for char in "2+2?"]}))
-        assert (reply["text"], reply["prompt_tokens"]) == ("4", 4)
 
 
 async def test_the_form_of_the_text_can_be_asked_for(sock: Path) -> None:
@@ -706,54 +678,22 @@ async def test_the_statistics_come_with_the_end_if_asked_for(sock: Path) -> None
 
 # -- ops ------------------------------------------------------------------------------------------------
 
-PROMPT = "user: 2+2?\nassistant: "
 
-OPS: list[tuple[Json, Json]] = [
-    ({"op": "ping"}, {"pong": True}),
-    ({"op": "tokenize", "text": "2+"}, {"tokens": [50, 43]}),
-    ({"op": "tokenize", "text": "", "special": True}, {"tokens": []}),
-    ({"op": "detokenize", "tokens": [50, 43]}, {"text": "2+"}),
-    ({"op": "render", "prompt": "2+2?"}, {"text": PROMPT}),
-    ({"op": "render", "prompt": "2+2?", "system": "s"}, {"text": f"system: s\n{PROMPT}"}),
-    ({"op": "count_tokens", "prompt": "2+2?"}, {"count": len(PROMPT)}),
-    ({"op": "count_tokens", "tokens": [50, 43]}, {"count": 2}),
-    ({"op": "score", "prompt": "2+2?", "continuations": ["4", "5"]}, {"scores": [0.0, -10.0]}),
-    ({"op": "cancel", "id": 1}, {"id": 1, "cancelled": False}),
-]
-
-
-@pytest.mark.parametrize(("call", "reply"), OPS, ids=lambda part: str(part.get("op", "")))
-async def test_an_op_is_answered_in_one_line(sock: Path, call: Json, reply: Json) -> None:
-    async with served(sock, arithmetic()):
-        assert json.loads(await ask(sock, call)) == reply
-        with_id: Json = {**reply, "id": "a b"}
-        async with connected(sock) as client:
-            await client.send({**call, "id": "a b", "keep": True})
-            assert await client.reply() == with_id
-            await client.send({**call, "id": "a b"})
-            assert json.loads(await client.rest()) == with_id
-
-
-async def test_the_likeliest_option_is_chosen(sock: Path) -> None:
-    async with served(sock, arithmetic()):
-        call = {"op": "choose", "prompt": "2+2?", "options": ["5", "4"]}
-        choice = json.loads(await ask(sock, call))["choice"]
-        assert (choice["text"], choice["index"]) == ("4", 1)
-        assert sum(choice["probabilities"]) == pytest.approx(1)
+async def test_an_op_is_answered_in_one_line_with_its_id(sock: Path) -> None:
+    # What each op replies is told, and tried, in docs/protocol.md.
+    async with served(sock, arithmetic()), connected(sock) as client:
+        await client.send({"op": "tokenize", "text": "2+", "id": "a b", "keep": True})
+        assert await client.reply() == {"id": "a b", "tokens": [50, 43]}
+        await client.send({"op": "cancel", "id": 1})
+        assert await client.rest() == b'{"id":1,"cancelled":false}\n'
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        {"op": "choose", "prompt": "x", "options": []},
-        {"op": "choose", "prompt": "x", "options": [5]},
-        {"op": "choose", "prompt": "x", "options": ["a", "a"]},
-        {"op": "score", "prompt": "x", "continuations": [None]},
-        {"op": "score", "prompt": "x", "continuations": ["\ud800"]},
-        {"op": "detokenize", "tokens": [-1]},
-        {"op": "detokenize", "tokens": [10**30]},
-        {"op": "detokenize", "tokens": ["5"]},
-        {"op": "detokenize", "tokens": [True]},
+        *({"op": "choose", "prompt": "x", "options": options} for options in ([], [5], ["a", "a"])),
+        *({"op": "score", "prompt": "x", "continuations": [text]} for text in (None, "\ud800")),
+        *({"op": "detokenize", "tokens": [token]} for token in (-1, 10**30, "5", True)),
         {"tokens": [10**30]},
     ],
     ids=str,
@@ -817,15 +757,9 @@ async def test_a_request_names_its_model_or_gets_the_default(sock: Path) -> None
     await with_models(sock, check, default="two")
 
 
-async def test_without_a_default_the_first_model_is_it(sock: Path) -> None:
-    async def check(_: dict[str, EngineLike]) -> None:
-        assert await text_of(sock) == "one"
-
-    await with_models(sock, check)
-
-
 async def test_models_may_come_and_go(sock: Path) -> None:
     async def check(engines: dict[str, EngineLike]) -> None:
+        assert await text_of(sock) == "one"
         engines["three"] = engines.pop("one")
         assert await text_of(sock) == "two"
         assert await text_of(sock, model="three") == "one"
@@ -835,21 +769,7 @@ async def test_models_may_come_and_go(sock: Path) -> None:
             assert reply["error"] == "invalid request: there is no model"
         assert await ask(sock, {"op": "ping"}) == b'{"pong":true}\n'
 
-    await with_models(sock, check, default="one")
-
-
-async def test_an_engine_that_has_gone_is_closed(sock: Path) -> None:
-    async with (
-        open_scripted_engine(says("one")) as one,
-        open_plain_nursery() as nursery,
-    ):
-        async with open_scripted_engine(says("two")) as two:
-            await nursery.start(serve_unix, {"one": one, "two": two}, sock)
-        assert await ask(sock, {"prompt": "x", "model": "two", "id": 1}) == (
-            b'{"id":1,"error":"inference: the engine is closed",'
-            b'"type":"EngineClosed","details":{}}\n'
-        )
-        assert await text_of(sock) == "one"
+    await with_models(sock, check)
 
 
 async def test_what_nobody_foresaw_is_an_internal_error_of_that_request_alone(
