@@ -8,164 +8,21 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 
 from llamad_trio.core.errors import ModelLoadError
 
+T = TypeVar("T")
+
 _LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-
-
 _INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
-
-
-class _Reader:
-    """Walks through the header; raises `struct.error` or `KeyError` where it is broken."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._pos = 8  # after the magic and the version
-
-    def unsigned(self, code: str = "<Q") -> int:
-        (value,) = struct.unpack_from(code, self._data, self._pos)
-        self._pos += struct.calcsize(code)
-        return int(value)
-
-    def string(self) -> bytes:
-        start = self._pos + _LENGTH.size
-        self._go_to(start + self.unsigned())
-        return self._data[start : self._pos]
-
-    def _go_to(self, end: int) -> None:
-        if end > len(self._data):
-            raise struct.error("a string reaches beyond the end")
-        self._pos = end
-
-    def distinct_strings(self) -> tuple[set[bytes], bytes | None]:
-        """The strings of an array value, up to the first that comes twice, and that one.
-
-        An array of anything else is gone past.
-        """
-        kind, count = self.unsigned("<I"), self.unsigned()
-        found = set[bytes]()
-        if kind != _STRING:
-            self._skip_items(kind, count)
-            return found, None
-        data, end = self._data, self._pos
-        for _ in range(count):  # a vocabulary has up to some hundred thousand
-            start = end + _LENGTH.size
-            end = start + _LENGTH.unpack_from(data, end)[0]
-            string = data[start:end]
-            if string in found:
-                return found, string
-            found.add(string)
-        self._go_to(end)
-        return found, None
-
-    def skip(self, kind: int) -> None:
-        if kind == _STRING:
-            self.string()
-        elif kind == _ARRAY:
-            self._skip_items(self.unsigned("<I"), self.unsigned())
-        else:
-            self._pos += _SIZES[kind]
-
-    @property
-    def position(self) -> int:
-        """Bytes from the start of the file."""
-        return self._pos
-
-    def skip_array(self) -> int:
-        """Go past an array; return how many items it has."""
-        kind, count = self.unsigned("<I"), self.unsigned()
-        self._skip_items(kind, count)
-        return count
-
-    def _skip_items(self, kind: int, count: int) -> None:
-        if kind in _SIZES:
-            self._pos += _SIZES[kind] * count
-        elif kind == _STRING:
-            data, end = self._data, self._pos
-            for _ in range(count):
-                end += _LENGTH.size + _LENGTH.unpack_from(data, end)[0]
-            self._go_to(end)
-        else:
-            for _ in range(count):
-                self.skip(kind)
-
-
-def refuse_deadly(path: Path) -> None:
-    """Raise `ModelLoadError` for a file that would abort the process.
-
-    Known to: more layers or experts than llama.cpp has room for, a vocabulary that lists a
-    token twice, and a SentencePiece vocabulary with which some text cannot be written.  A
-    header this cannot follow is left to llama.cpp, which says what is wrong with it.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            reason = _deadly(_Reader(data))
-        except (struct.error, KeyError, RecursionError, OverflowError):
-            return
-    if reason is not None:
-        raise ModelLoadError(str(path), reason)
-
-
-def _deadly(reader: _Reader) -> str | None:
-    """What is deadly in the header, if anything is."""
-    tokenizer, tokens = b"", set[bytes]()
-    reader.unsigned()  # number of tensors
-    for _ in range(reader.unsigned()):
-        key, kind = reader.string(), reader.unsigned("<I")
-        if key == b"tokenizer.ggml.model" and kind == _STRING:
-            tokenizer = reader.string()
-        elif kind in _INTEGERS:
-            number = reader.unsigned(_INTEGERS[kind])
-            if (reason := _deadly_number(key, number)) is not None:
-                return reason
-        elif key == b"tokenizer.ggml.tokens" and kind == _ARRAY:
-            tokens, twice = reader.distinct_strings()
-            if twice is not None:
-                return f"the vocabulary lists {twice.decode(errors='replace')!r} twice"
-        else:
-            reader.skip(kind)
-        if tokenizer and tokens:
-            break
-    if tokenizer != b"llama" or not tokens:
-        return None
-    missing = [byte for byte in _UTF8_BYTES if not _can_write(byte, tokens)]
-    return f"the vocabulary cannot write the byte 0x{missing[0]:02X}" if missing else None
-
-
-# llama.cpp keeps a table of this many layers and of this many experts, and aborts the process
-# when a model has more.
-_MAX_LAYERS = 512
-_MAX_EXPERTS = 1024
-
-
-def _deadly_number(key: bytes, number: int) -> str | None:
-    if key.endswith(b".block_count") and not 0 < number <= _MAX_LAYERS:
-        return f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}"
-    if key.endswith(b".expert_count") and number > _MAX_EXPERTS:
-        return f"it has {number} experts, and llama.cpp takes {_MAX_EXPERTS}"
-    return None
-
-
-_UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
-"""Those that occur in texts: what SentencePiece has no token for is written with them."""
-
-
-def _can_write(byte: int, tokens: set[bytes]) -> bool:
-    return b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens
-
-
-# -- where the tensors are ------------------------------------------------------------------
-
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -203,68 +60,215 @@ class Layout:
     n_files: int
 
 
+def refuse_deadly(path: Path) -> None:
+    """Raise `ModelLoadError` for a file that would abort the process.
+
+    Known to: more layers or experts than llama.cpp has room for, a vocabulary that lists a
+    token twice, and a SentencePiece vocabulary with which some text cannot be written.  A
+    header this cannot follow is left to llama.cpp, which says what is wrong with it.
+    """
+    with suppress(_BrokenHeader):
+        _read(path, _read_values)
+
+
 def read_layout(path: Path) -> Layout:
     """Read where the tensors of a file are.  Reads the header only.
 
     Raises:
-        ModelLoadError: the header is broken, the file ends before its tensors do, or it has
-            a number of layers or experts at which llama.cpp would abort the process.
+        ModelLoadError: the header is broken, the file ends before its tensors do, or it
+            would abort the process, as `refuse_deadly` says.
     """
+    return _read(path, _read_layout)
+
+
+class _BrokenHeader(ModelLoadError):
+    pass
+
+
+def _read(path: Path, read: Callable[[_Reader], T]) -> T:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            return _read_layout(_Reader(data), len(data))
+            return read(_Reader(data))
         except ValueError as error:
             raise ModelLoadError(str(path), str(error)) from None
         except (struct.error, KeyError, RecursionError, OverflowError):
-            raise ModelLoadError(str(path), "the header is broken or cut off") from None
+            raise _BrokenHeader(str(path), "the header is broken or cut off") from None
 
 
-def _read_layout(reader: _Reader, file_bytes: int) -> Layout:
-    n_tensors, n_values = reader.unsigned(), reader.unsigned()
-    numbers = dict(_numbers(reader, n_values))
-    for key, number in numbers.items():
-        if (reason := _deadly_number(key.encode(), number)) is not None:
-            raise ValueError(reason)
-    infos = [_tensor_info(reader) for _ in range(n_tensors)]
+class _Reader:
+    """Walks through the header; raises `struct.error` or `KeyError` where it is broken.
+
+    Attributes:
+        n_tensors, n_values: how many of each it describes.
+        position: bytes from the start of the file.
+    """
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 8  # after the magic and the version
+        self.n_tensors = self.integer()
+        self.n_values = self.integer()
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the file."""
+        return len(self._data)
+
+    def integer(self, code: str = "<Q") -> int:
+        (value,) = struct.unpack_from(code, self._data, self.position)
+        self.position += struct.calcsize(code)
+        return int(value)
+
+    def string(self) -> bytes:
+        start = self.position + _LENGTH.size
+        self._go_to(start + self.integer())
+        return self._data[start : self.position]
+
+    def distinct_strings(self) -> set[bytes]:
+        """The strings of an array value; an array of anything else is gone past.
+
+        Raises:
+            ValueError: one comes twice.
+        """
+        kind, count = self.integer("<I"), self.integer()
+        found = set[bytes]()
+        if kind != _STRING:
+            self._skip_items(kind, count)
+            return found
+        data, end = self._data, self.position
+        for _ in range(count):  # a vocabulary has up to some hundred thousand
+            start = end + _LENGTH.size
+            end = start + _LENGTH.unpack_from(data, end)[0]
+            string = data[start:end]
+            if string in found:
+                raise ValueError(f"the vocabulary lists {string.decode(errors='replace')!r} twice")
+            found.add(string)
+        self._go_to(end)
+        return found
+
+    def skip(self, kind: int) -> None:
+        if kind == _STRING:
+            self.string()
+        elif kind == _ARRAY:
+            self.skip_array()
+        else:
+            self.position += _SIZES[kind]
+
+    def skip_array(self) -> int:
+        """Go past an array; return how many items it has."""
+        kind, count = self.integer("<I"), self.integer()
+        self._skip_items(kind, count)
+        return count
+
+    def _skip_items(self, kind: int, count: int) -> None:
+        if kind in _SIZES:
+            self.position += _SIZES[kind] * count
+        elif kind == _STRING:
+            data, end = self._data, self.position
+            for _ in range(count):
+                end += _LENGTH.size + _LENGTH.unpack_from(data, end)[0]
+            self._go_to(end)
+        else:
+            for _ in range(count):
+                self.skip(kind)
+
+    def _go_to(self, end: int) -> None:
+        if end > len(self._data):
+            raise struct.error("a string reaches beyond the end")
+        self.position = end
+
+
+# -- the values -----------------------------------------------------------------------------
+
+_TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
+
+
+def _read_values(reader: _Reader) -> dict[str, int]:
+    """The integers among the values, and of arrays the length.
+
+    Raises:
+        ValueError: llama.cpp would abort the process.
+    """
+    numbers: dict[str, int] = {}
+    tokenizer, tokens = b"", set[bytes]()
+    for _ in range(reader.n_values):
+        key, kind = reader.string().decode(errors="replace"), reader.integer("<I")
+        if kind in _INTEGERS:
+            numbers[key] = reader.integer(_INTEGERS[kind])
+            _refuse_deadly_number(key, numbers[key])
+        elif key == _TOKENIZER and kind == _STRING:
+            tokenizer = reader.string()
+        elif key == _TOKENS and kind == _ARRAY:
+            tokens = reader.distinct_strings()
+            numbers[key] = len(tokens)
+        elif kind == _ARRAY:
+            numbers[key] = reader.skip_array()
+        else:
+            reader.skip(kind)
+    if tokenizer == b"llama" and tokens:
+        missing = [byte for byte in _UTF8_BYTES if not _can_write(byte, tokens)]
+        if missing:
+            raise ValueError(f"the vocabulary cannot write the byte 0x{missing[0]:02X}")
+    return numbers
+
+
+# llama.cpp keeps a table of this many layers and of this many experts, and aborts the process
+# when a model has more.
+_MAX_LAYERS = 512
+_MAX_EXPERTS = 1024
+
+
+def _refuse_deadly_number(key: str, number: int) -> None:
+    if key.endswith(".block_count") and not 0 < number <= _MAX_LAYERS:
+        raise ValueError(f"it has {number} layers, and llama.cpp takes 1 to {_MAX_LAYERS}")
+    if key.endswith(".expert_count") and number > _MAX_EXPERTS:
+        raise ValueError(f"it has {number} experts, and llama.cpp takes {_MAX_EXPERTS}")
+
+
+_UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
+"""Those that occur in texts: what SentencePiece has no token for is written with them."""
+
+
+def _can_write(byte: int, tokens: set[bytes]) -> bool:
+    return b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens
+
+
+# -- where the tensors are ------------------------------------------------------------------
+
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+
+
+def _read_layout(reader: _Reader) -> Layout:
+    numbers = _read_values(reader)
+    infos = [_read_tensor_info(reader) for _ in range(reader.n_tensors)]
     alignment = numbers.get("general.alignment", _DEFAULT_ALIGNMENT)
     if alignment <= 0:
         raise ValueError(f"the tensors are aligned to {alignment} bytes")
     first = -(-reader.position // alignment) * alignment
     infos.sort(key=lambda info: info[-1])
     starts = [first + offset for *_, offset in infos]
-    if starts and starts[-1] > file_bytes:
+    if starts and starts[-1] > reader.file_bytes:
         raise ValueError("the file ends before its tensors do")
     tensors = tuple(
         Tensor(name=name, kind=kind, shape=shape, start_bytes=start, end_bytes=end)
         for (name, shape, kind, _), start, end in zip(
-            infos, starts, [*starts[1:], file_bytes], strict=True
+            infos, starts, [*starts[1:], reader.file_bytes], strict=True
         )
     )
     return Layout(
         tensors=tensors,
-        n_tokens=numbers.get("tokenizer.ggml.tokens", 0),
+        n_tokens=numbers.get(_TOKENS, 0),
         n_merges=numbers.get("tokenizer.ggml.merges", 0),
         n_files=max(1, numbers.get("split.count", 1)),
     )
 
 
-def _numbers(reader: _Reader, n_values: int) -> Iterator[tuple[str, int]]:
-    """The integers among the values, and of arrays the length."""
-    for _ in range(n_values):
-        key, kind = reader.string().decode(errors="replace"), reader.unsigned("<I")
-        if kind in _INTEGERS:
-            yield key, reader.unsigned(_INTEGERS[kind])
-        elif kind == _ARRAY:
-            yield key, reader.skip_array()
-        else:
-            reader.skip(kind)
-
-
-def _tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type, and offset from where the tensors begin."""
     name = reader.string().decode(errors="replace")
-    n_dimensions = reader.unsigned("<I")
+    n_dimensions = reader.integer("<I")
     if n_dimensions > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has {n_dimensions} dimensions")
-    shape = tuple(reader.unsigned() for _ in range(n_dimensions))
-    return name, shape, reader.unsigned("<I"), reader.unsigned()
+    shape = tuple(reader.integer() for _ in range(n_dimensions))
+    return name, shape, reader.integer("<I"), reader.integer()

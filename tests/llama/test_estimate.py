@@ -12,6 +12,7 @@ import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -22,14 +23,14 @@ import pytest
 from llamad_trio import EngineConfig, ModelLoadError, UnsupportedFeature
 from llamad_trio.llama import estimate as module
 from llamad_trio.llama.estimate import estimate
-from llamad_trio.llama.gguf import read_layout
+from llamad_trio.llama.gguf import read_layout, refuse_deadly
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.apart import run_apart
 from tests.llama.growth import peak_bytes, print_growth, print_peak
 from tests.models import DECODER_KINDS, Kind, TinyModels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from llamad_trio.core.memory_estimate import MemoryEstimate
 
@@ -269,15 +270,23 @@ def split(path: Path, folder: Path) -> Path:
 
 
 def rewrite(
-    path: Path, to: Path, *, without: str = "", quantized: bool = False, split_max_tensors: int = 0
+    path: Path,
+    to: Path,
+    *,
+    without: str = "",
+    quantized: bool = False,
+    split_max_tensors: int = 0,
+    at_last: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Write a plain attention model anew."""
+    """Write a plain attention model anew; numbers `at_last` come after all other values."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, "llama", split_max_tensors=split_max_tensors)
     for field in reader.fields.values():
-        if not field.name.startswith(("GGUF.", "general.architecture")):
+        if not field.name.startswith(("GGUF.", "general.architecture", *at_last)):
             kind, *kinds = field.types
             writer.add_key_value(field.name, field.contents(), kind, *kinds[-1:])
+    for name, number in at_last.items():
+        writer.add_uint32(name, number)
     for tensor in reader.tensors:
         if tensor.name == without:
             continue
@@ -448,6 +457,15 @@ def test_a_number_of_layers_that_aborts_llama_cpp_is_refused(
     )
     with pytest.raises(ModelLoadError, match=f"{n_layers} layers"):
         estimate(damaged, EngineConfig(), 1)
+
+
+def test_such_a_number_is_found_behind_the_vocabulary(
+    tiny_model: TinyModels, tmp_path: Path
+) -> None:
+    path = tmp_path / "late.gguf"
+    rewrite(tiny_model("attention"), path, at_last={"llama.block_count": 513})
+    with pytest.raises(ModelLoadError, match="513 layers"):
+        refuse_deadly(path)
 
 
 # -- the header -------------------------------------------------------------------------------
