@@ -8,7 +8,7 @@ import pytest
 
 from llamad_trio import open_engine
 from llamad_trio.llama import llama_runtime as runtime_module
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import LlamaModel, load_model
 from tests.models import proven_here
 from tests.support import EXACT, ONE_THREAD
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.models import TinyModels
 
 
-class KeptModel(Model):
+class KeptModel(LlamaModel):
     """A model that outlives its engines: whoever keeps it frees it."""
 
     def close(self) -> None:
@@ -34,7 +34,8 @@ class KeptModel(Model):
 @pytest.fixture(scope="session")
 def kept_smollm2(smollm2_path: Path) -> Iterator[KeptModel]:
     """SmolLM2, which takes longer to load than most tests take to use it."""
-    model = KeptModel(smollm2_path, proven_here(ONE_THREAD), lambda _: True)
+    loaded = load_model(smollm2_path, proven_here(ONE_THREAD), lambda _: True)
+    model = KeptModel(loaded.path, loaded.pointer)
     yield model
     model.free()
 
@@ -43,10 +44,10 @@ def kept_smollm2(smollm2_path: Path) -> Iterator[KeptModel]:
 def smollm2_is_kept(kept_smollm2: KeptModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of SmolLM2 share one model: each has its own context, and nothing to load."""
 
-    def load(path: Path, config: EngineConfig, on_progress: Callable[[float], bool]) -> Model:
-        return kept_smollm2 if path == kept_smollm2.path else Model(path, config, on_progress)
+    def load(path: Path, config: EngineConfig, on_progress: Callable[[float], bool]) -> LlamaModel:
+        return kept_smollm2 if path == kept_smollm2.path else load_model(path, config, on_progress)
 
-    monkeypatch.setattr(runtime_module, "Model", load)
+    monkeypatch.setattr(runtime_module, "load_model", load)
 
 
 @pytest.fixture

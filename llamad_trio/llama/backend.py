@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
@@ -101,24 +102,22 @@ def system_info() -> str:
 
 def devices() -> list[dict[str, str]]:
     """What llama.cpp can compute on: `name`, `description` and `kind`.  After `start`."""
-    # ggml's functions, which the binding has no names for; llama.cpp's library leads to them.
-    ggml = lib._lib
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    for function in (ggml.ggml_backend_dev_name, ggml.ggml_backend_dev_description):
-        function.restype = ctypes.c_char_p
-        function.argtypes = [ctypes.c_void_p]
-    ggml.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-    found = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(i)
-        kind = ggml.ggml_backend_dev_type(device)
-        found.append(
-            {
-                "name": ggml.ggml_backend_dev_name(device).decode(errors="replace"),
-                "description": ggml.ggml_backend_dev_description(device).decode(errors="replace"),
-                "kind": _DEVICE_KINDS.get(kind, "other"),
-            }
-        )
-    return found
+    count = bind_ggml("ggml_backend_dev_count", ctypes.c_size_t)
+    get = bind_ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    name_of = bind_ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    describe = bind_ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    kind_of = bind_ggml("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+    return [
+        {
+            "name": name_of(device).decode(errors="replace"),
+            "description": describe(device).decode(errors="replace"),
+            "kind": _DEVICE_KINDS.get(kind_of(device), "other"),
+        }
+        for device in map(get, range(count()))
+    ]
+
+
+def bind_ggml(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
+    """A function of ggml, which the Python package loads but does not bind."""
+    function: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)((name, lib._lib))
+    return function

@@ -1,8 +1,10 @@
-"""A llama.cpp context: the KV pool, and the operations on it."""
+"""A llama.cpp context: the KV pool, the operations on it, and the batch that fills it."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -12,8 +14,7 @@ from numpy.typing import NDArray
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError, SessionFatal, UnsupportedFeature
 from llamad_trio.llama import backend
-from llamad_trio.llama.batch import Batch
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import LlamaModel
 
 _FLASH_ATTENTION = {
     None: lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -44,6 +45,33 @@ def _abort_callback() -> object:
     return ctypes.cast(strlen, lib.ggml_abort_callback)
 
 
+RETAINED_SEQS = 16
+"""Prefixes kept beside those in use.  llama.cpp reserves a row of logits for each sequence
+there can be: 1 MB for a vocabulary of 262,144."""
+
+
+def open_context(model: LlamaModel, config: EngineConfig, n_cores: int) -> Context:
+    """The context of an engine, with sequences for its slots and for prefixes beside them.
+
+    Args:
+        model: what to compute with; must outlive the context.
+        config: as the caller gave it; that of the context is the resolved one.
+        n_cores: physical cores this process may use.
+
+    Raises:
+        ModelLoadError: out of memory, or a combination llama.cpp refuses.
+        UnsupportedFeature: the model cannot continue a text.
+    """
+    model.require_generation()
+    most = int(lib.llama_max_parallel_sequences())
+    config = config.resolve(n_ctx_train=model.n_ctx_train, n_cores=n_cores, max_slots=most)
+    # A retained sequence costs a row of bookkeeping, but where the model has a state it
+    # costs another copy of that.
+    retained = config.n_slots if model.has_state else RETAINED_SEQS
+    n_seqs = min(config.n_slots + retained, most) if config.kv_cache else config.n_slots
+    return Context(model, config, n_seqs)
+
+
 class Context:
     """One KV pool shared by `n_seqs` sequences, and a batch to fill it.
 
@@ -57,7 +85,7 @@ class Context:
         UnsupportedFeature: the model has no memory to continue a text with.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, n_seqs: int) -> None:
+    def __init__(self, model: LlamaModel, config: EngineConfig, n_seqs: int) -> None:
         params = lib.llama_context_default_params()
         params.n_ctx = config.n_ctx
         params.n_batch = params.n_ubatch = config.n_batch
@@ -86,6 +114,8 @@ class Context:
             reason = errors[0] if errors else "llama.cpp could not make a context"
             raise ModelLoadError(str(model.path), reason)
         self.pointer = pointer
+        self.config = config
+        self.n_seqs = n_seqs
         self.batch: Batch = Batch(config.n_batch)
         self._memory = lib.llama_get_memory(pointer)
         if not self._memory:  # what an encoder lacks, whatever it says of itself
@@ -216,3 +246,64 @@ class Context:
         """
         pointer = lib.llama_get_logits(self.pointer)
         return ctypeslib.as_array(pointer, (n_outputs, self._n_vocab))
+
+
+class Batch:
+    """Room for `n_batch` tokens, each of exactly one sequence.
+
+    Args:
+        n_batch: most tokens in a step.
+    """
+
+    def __init__(self, n_batch: int) -> None:
+        # The arrays are ours, and live as long as the batch: llama_batch only points at them.
+        self._token = np.zeros(n_batch, dtype=np.int32)
+        self._pos = np.zeros(n_batch, dtype=np.int32)
+        self._seq = np.zeros(n_batch, dtype=np.int32)
+        self._n_seq = np.ones(n_batch, dtype=np.int32)
+        self._output = np.zeros(n_batch, dtype=np.int8)
+        # llama.cpp takes a pointer to each token's list of sequences: here, of one id.
+        self._seq_lists = self._seq.ctypes.data + self._seq.itemsize * np.arange(
+            n_batch, dtype=np.uintp
+        )
+        self._batch = lib.llama_batch(
+            token=_pointer(self._token, ctypes.c_int32),
+            pos=_pointer(self._pos, ctypes.c_int32),
+            n_seq_id=_pointer(self._n_seq, ctypes.c_int32),
+            seq_id=_pointer(self._seq_lists, ctypes.POINTER(ctypes.c_int32)),
+            logits=_pointer(self._output, ctypes.c_int8),
+        )
+
+        self.n_outputs = 0
+
+    def clear(self) -> None:
+        """Start a new batch."""
+        self._batch.n_tokens = 0
+        self.n_outputs = 0
+
+    def add(self, tokens: Sequence[int], *, pos: int, seq: int, n_outputs: int) -> None:
+        """Append tokens of one sequence.
+
+        Args:
+            tokens: their ids.
+            pos: position of the first.
+            seq: the sequence they belong to.
+            n_outputs: for how many of the last to compute logits.
+        """
+        start: int = self._batch.n_tokens
+        end = start + len(tokens)
+        self._token[start:end] = tokens
+        self._pos[start:end] = range(pos, pos + len(tokens))
+        self._seq[start:end] = seq
+        self._output[start:end] = 0
+        self._output[end - n_outputs : end] = 1
+        self._batch.n_tokens = end
+        self.n_outputs += n_outputs
+
+    def decode(self, context: lib.llama_context_p) -> int:
+        """Run `llama_decode`; return its code (0 done, 1 no room, 2 aborted, < 0 failed)."""
+        return int(lib.llama_decode(context, self._batch))
+
+
+def _pointer(array: np.ndarray[Any, Any], item: type[Any]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(item))

@@ -11,25 +11,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
-from llamad_trio.constraints.compiler import Compiler
 from llamad_trio.core.config import EngineConfig
-from llamad_trio.core.errors import ModelLoadError, UnsupportedFeature
+from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.memory_estimate import MemoryEstimate
-from llamad_trio.llama import backend, gguf
-from llamad_trio.llama.context import Context
-from llamad_trio.llama.llama_runtime import LlamaRuntime
-from llamad_trio.llama.model import Model, check_file, load_failure
-from llamad_trio.llama.vocabulary import LlamaVocabulary
+from llamad_trio.llama import backend, gguf, heap
+from llamad_trio.llama.backend import bind_ggml
+from llamad_trio.llama.context import open_context
+from llamad_trio.llama.model import LlamaModel, check_file, model_params, read_model
 
 MIB = 2**20
 
@@ -66,12 +62,13 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
         UnsupportedFeature: the model cannot continue a text.
     """
     check_file(path)
-    gguf.refuse_deadly(path)
     layout = gguf.read_layout(path)
-    backend.start()
-    with _overheard() as heard:
-        runtime = _WeightlessRuntime(path, config, n_cores)
-        runtime.close()
+    backend.start()  # which takes over the log that is listened to
+    with _overheard() as heard, closing(_read_without_weights(path, config)) as model:
+        with closing(open_context(model, config, n_cores)) as context:
+            config = context.config
+        n_scores = _n_scores(model, config)
+    heap.give_back()
     said = b"".join(heard).decode(errors="replace")
     pool, compute = _sizes(_POOL, said), _sizes(_COMPUTE, said)
     if not pool or not compute:
@@ -81,8 +78,8 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     return MemoryEstimate(
         weights_bytes=_weights_bytes(layouts, uses_mmap=config.use_mmap is not False),
         kv_bytes=sum(pool),
-        compute_bytes=sum(compute) + SCORE_BYTES * runtime.n_scores,
-        overhead_bytes=_overhead_bytes(layout, runtime.config, n_cells),
+        compute_bytes=sum(compute) + SCORE_BYTES * n_scores,
+        overhead_bytes=_overhead_bytes(layout, config, n_cells),
     )
 
 
@@ -98,55 +95,21 @@ def _overhead_bytes(layout: gguf.Layout, config: EngineConfig, n_cells: int) -> 
     )
 
 
-# -- the context ----------------------------------------------------------------------------
+def _read_without_weights(path: Path, config: EngineConfig) -> LlamaModel:
+    """A model that cannot compute, and whose context has no memory."""
+    params = model_params(config)
+    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+    params.no_alloc = True
+    return read_model(path, params)
 
 
-class _WeightlessModel(Model):
-    """A model of which llama.cpp has read all but the weights."""
-
-    def __init__(self, path: Path, config: EngineConfig) -> None:
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = config.n_gpu_layers
-        params.use_extra_bufts = config.use_extra_bufts is not False
-        params.load_mode = lib.LLAMA_LOAD_MODE_NONE
-        params.no_alloc = True
-        with backend.captured_errors() as errors:
-            pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
-        if not pointer:
-            raise ModelLoadError(str(path), load_failure(errors))
-        self.pointer = pointer
-        self.path = path
-        self.vocab = lib.llama_model_get_vocab(pointer)
-        self.n_vocab = lib.llama_vocab_n_tokens(self.vocab)
-
-
-class _WeightlessRuntime(LlamaRuntime):
-    """A runtime that cannot compute: its context has been made, but has no memory."""
-
-    def __init__(self, path: Path, config: EngineConfig, n_cores: int) -> None:
-        with ExitStack() as undo:
-            self.model = _WeightlessModel(path, config)
-            undo.callback(self.model.close)
-            self.model.require_generation()
-            self.config = config.resolve(
-                n_ctx_train=self.model.n_ctx_train,
-                n_cores=n_cores,
-                max_slots=lib.llama_max_parallel_sequences(),
-            )
-            self._context = Context(self.model, self.config, self._n_seqs())
-            undo.pop_all()
-        self._samplers = {}
-        self._compiler = Compiler(LlamaVocabulary(self.model))
-        self.n_scores = self._n_scores()
-
-    def _n_scores(self) -> int:
-        """Attention scores that are held at once, beside those in llama.cpp's own account."""
-        config = self.config
-        if config.flash_attn is not False or config.type_v == "f32":
-            return 0
-        assert config.n_ctx is not None
-        n_head = max(0, int(lib.llama_model_n_head(self.model.pointer)))
-        return n_head * min(config.n_batch, config.n_ctx) * config.n_ctx
+def _n_scores(model: LlamaModel, config: EngineConfig) -> int:
+    """Attention scores that are held at once, beside those in llama.cpp's own account."""
+    if config.flash_attn is not False or config.type_v == "f32":
+        return 0
+    assert config.n_ctx is not None
+    n_head = max(0, int(lib.llama_model_n_head(model.pointer)))
+    return n_head * min(config.n_batch, config.n_ctx) * config.n_ctx
 
 
 # -- what llama.cpp says of it --------------------------------------------------------------
@@ -250,28 +213,22 @@ class _InitParams(ctypes.Structure):
     )
 
 
-def _ggml(name: str, result: type | None, *arguments: type) -> Callable[..., Any]:
-    """A function of ggml, which the Python package loads but does not bind."""
-    function: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)((name, lib._lib))
-    return function
-
-
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
-_init = _ggml("ggml_init", _pointer, _InitParams)
-_free = _ggml("ggml_free", None, _pointer)
-_is_quantized = _ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
-_new_tensor_2d = _ggml("ggml_new_tensor_2d", _pointer, _pointer, ctypes.c_int, _int64, _int64)
-_new_tensor_3d = _ggml(
+_init = bind_ggml("ggml_init", _pointer, _InitParams)
+_free = bind_ggml("ggml_free", None, _pointer)
+_is_quantized = bind_ggml("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
+_new_tensor_2d = bind_ggml("ggml_new_tensor_2d", _pointer, _pointer, ctypes.c_int, _int64, _int64)
+_new_tensor_3d = bind_ggml(
     "ggml_new_tensor_3d", _pointer, _pointer, ctypes.c_int, _int64, _int64, _int64
 )
-_mul_mat = _ggml("ggml_mul_mat", _pointer, _pointer, _pointer, _pointer)
-_mul_mat_id = _ggml("ggml_mul_mat_id", _pointer, _pointer, _pointer, _pointer, _pointer)
-_alloc_tensors = _ggml("ggml_backend_alloc_ctx_tensors_from_buft", _pointer, _pointer, _pointer)
-_free_buffer = _ggml("ggml_backend_buffer_free", None, _pointer)
-_device = _ggml("ggml_backend_dev_by_type", _pointer, ctypes.c_int)
-_registry = _ggml("ggml_backend_dev_backend_reg", _pointer, _pointer)
-_function_of = _ggml("ggml_backend_reg_get_proc_address", _pointer, _pointer, ctypes.c_char_p)
-_supports = _ggml("ggml_backend_dev_supports_op", ctypes.c_bool, _pointer, _pointer)
+_mul_mat = bind_ggml("ggml_mul_mat", _pointer, _pointer, _pointer, _pointer)
+_mul_mat_id = bind_ggml("ggml_mul_mat_id", _pointer, _pointer, _pointer, _pointer, _pointer)
+_alloc_tensors = bind_ggml("ggml_backend_alloc_ctx_tensors_from_buft", _pointer, _pointer, _pointer)
+_free_buffer = bind_ggml("ggml_backend_buffer_free", None, _pointer)
+_device = bind_ggml("ggml_backend_dev_by_type", _pointer, ctypes.c_int)
+_registry = bind_ggml("ggml_backend_dev_backend_reg", _pointer, _pointer)
+_function_of = bind_ggml("ggml_backend_reg_get_proc_address", _pointer, _pointer, ctypes.c_char_p)
+_supports = bind_ggml("ggml_backend_dev_supports_op", ctypes.c_bool, _pointer, _pointer)
 
 
 def _is_rearranged(tensor: gguf.Tensor) -> bool:

@@ -18,8 +18,8 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.llama import heap
-from llamad_trio.llama.context import Context
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.context import open_context
+from llamad_trio.llama.model import LlamaModel, load_model, uses_extra_buffers
 from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 from llamad_trio.scheduling.identity import KVIdentity
@@ -37,13 +37,9 @@ from llamad_trio.scheduling.plan import (
 )
 from llamad_trio.scheduling.runtime import ModelFacts
 
-RETAINED_SEQS = 16
-"""Prefixes kept beside those in use.  llama.cpp reserves a row of logits for each sequence
-there can be: 1 MB for a vocabulary of 262,144."""
-
 
 class LlamaRuntime:
-    """Runs step plans on a loaded model.  Implements `core.runtime.Runtime`.
+    """Runs step plans on a loaded model.  Implements `scheduling.runtime.Runtime`.
 
     Args:
         path: the GGUF file.
@@ -64,32 +60,15 @@ class LlamaRuntime:
         on_progress: Callable[[float], bool],
     ) -> None:
         with contextlib.ExitStack() as undo, heap.large_blocks_apart():
-            self.model: Model = Model(path, config, on_progress)
+            self.model: LlamaModel = load_model(path, config, on_progress)
             undo.callback(self.model.close)
-            self.model.require_generation()
-            self.config: EngineConfig = config.resolve(
-                n_ctx_train=self.model.n_ctx_train,
-                n_cores=n_cores,
-                max_slots=lib.llama_max_parallel_sequences(),
-            )
-            self._context = Context(self.model, self.config, self._n_seqs())
+            self._context = open_context(self.model, config, n_cores)
             undo.callback(self._context.close)
+            self.config: EngineConfig = self._context.config
             self.facts: ModelFacts = self._read_facts()
             undo.pop_all()
         self._samplers: dict[int, Sampler] = {}
         self._compiler = Compiler(LlamaVocabulary(self.model))
-
-    def _n_seqs(self) -> int:
-        """Sequences for the slots, and for prefixes that are retained beside them.
-
-        A retained sequence costs a row of bookkeeping, but where the model has a state it
-        costs another copy of that.
-        """
-        config = self.config
-        if not config.kv_cache:
-            return config.n_slots
-        retained = config.n_slots if self.model.has_state else RETAINED_SEQS
-        return min(config.n_slots + retained, int(lib.llama_max_parallel_sequences()))
 
     def _read_facts(self) -> ModelFacts:
         model = self.model
@@ -108,7 +87,7 @@ class LlamaRuntime:
             control_tokens=model.control_tokens,
             added_tokens=model.added_tokens,
             can_rewind=False,  # until the warm-up has shown it
-            n_seqs=self._n_seqs(),
+            n_seqs=self._context.n_seqs,
             identity="",  # until `identify`
             n_window=lib.llama_model_n_swa(model.pointer),
         )
@@ -127,7 +106,7 @@ class LlamaRuntime:
                 ("flash_attn", str(config.flash_attn)),
                 ("rope_freq_base", repr(config.rope_freq_base)),
                 ("rope_freq_scale", repr(config.rope_freq_scale)),
-                ("use_extra_bufts", str(config.use_extra_bufts is not False)),
+                ("use_extra_bufts", str(uses_extra_buffers(config))),
             ),
             adds_bos=model.adds_bos,
         )
@@ -136,16 +115,16 @@ class LlamaRuntime:
     # -- vocabulary: from any thread --------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """See `Model.tokenize`."""
+        """See `LlamaModel.tokenize`."""
         return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """See `Model.detokenize`."""
+        """See `LlamaModel.detokenize`."""
         return self.model.detokenize(tokens)
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
-        """See `Model.special_piece`."""
-        return [self.model.special_piece(token) for token in tokens]
+        """See `LlamaModel.piece`."""
+        return [self.model.piece(token, special=True) for token in tokens]
 
     def compile(self, constraint: Constraint) -> Matcher:
         """See `Compiler.compile`."""

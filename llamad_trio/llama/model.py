@@ -30,57 +30,23 @@ _SPLIT_MODES = {
 _BOUNDED_VOCABULARIES = frozenset({lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE})
 
 
-class Model:
+class LlamaModel:
     """A model in memory.  Tokenising is thread-safe; everything else needs one thread at a time.
 
-    Args:
-        path: the GGUF file.
-        config: GPU layers, memory mapping and the like.
-        on_progress: called on this thread with 0..1; returning `False` stops the load.
+    Made by `load_model`.
 
-    Raises:
-        ModelLoadError: with llama.cpp's own reason, or `"cancelled"`.
+    Args:
+        path: the GGUF file it was read from.
+        pointer: llama.cpp's model.
     """
 
-    def __init__(
-        self, path: Path, config: EngineConfig, on_progress: Callable[[float], bool]
-    ) -> None:
-        check_file(path)
-        gguf.refuse_deadly(path)
-        backend.start()
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = config.n_gpu_layers
-        params.load_mode = _load_mode(config)
-        params.use_extra_bufts = config.use_extra_bufts is not False
-        if config.split_mode is not None:
-            params.split_mode = _SPLIT_MODES[config.split_mode]
-        params.main_gpu = config.main_gpu
-        if config.tensor_split:
-            # llama.cpp reads one share per possible device.
-            shares = (ctypes.c_float * lib.llama_max_devices())(*config.tensor_split)
-            params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
-
-        stopped = False
-
-        @lib.llama_progress_callback
-        def report(fraction: float, _user_data: object) -> bool:
-            nonlocal stopped
-            stopped = stopped or not on_progress(fraction)
-            return not stopped
-
-        params.progress_callback = report
-        with backend.captured_errors() as errors:
-            pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
-        if not pointer:
-            reason = "cancelled" if stopped else load_failure(errors)
-            raise ModelLoadError(str(path), reason)
-        self.pointer = pointer
+    def __init__(self, path: Path, pointer: lib.llama_model_p) -> None:
         self.path = path
+        self.pointer = pointer
         self.vocab = lib.llama_model_get_vocab(pointer)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
-        self._pieces: dict[int, bytes] = {}
-        self._special_pieces: dict[int, bytes] = {}
-        self._eog: dict[int, bool] = {}
+        self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}
+        self._ends: dict[int, bool] = {}
 
     def close(self) -> None:
         """Free the weights.  The model must not be used again."""
@@ -170,25 +136,19 @@ class Model:
                 return buffer.raw[:n].decode(errors="replace")
             size = -n
 
-    def piece(self, token: int) -> bytes:
-        """The bytes a generated token stands for; a control token is `b""`."""
-        piece = self._pieces.get(token)
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes a token stands for; a control token is `b""`, or written out if `special`."""
+        known = self._pieces[special]
+        piece = known.get(token)
         if piece is None:
-            piece = self._pieces[token] = self.read_piece(token, special=False)
-        return piece
-
-    def special_piece(self, token: int) -> bytes:
-        """The bytes of a token, a control token written out."""
-        piece = self._special_pieces.get(token)
-        if piece is None:
-            piece = self._special_pieces[token] = self.read_piece(token, special=True)
+            piece = known[token] = self.read_piece(token, special=special)
         return piece
 
     def ends_generation(self, token: int) -> bool:
         """Whether the token means that the text is finished."""
-        ends = self._eog.get(token)
+        ends = self._ends.get(token)
         if ends is None:
-            ends = self._eog[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
+            ends = self._ends[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return ends
 
     @property
@@ -247,7 +207,7 @@ class Model:
         return "" if token < 0 else self.read_piece(token, special=True).decode(errors="replace")
 
     def read_piece(self, token: int, *, special: bool) -> bytes:
-        """The bytes of a token from llama.cpp itself; a control token's if `special`."""
+        """As `piece`, from llama.cpp itself, and not kept."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -255,6 +215,74 @@ class Model:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def load_model(
+    path: Path, config: EngineConfig, on_progress: Callable[[float], bool]
+) -> LlamaModel:
+    """Load a model with its weights.
+
+    Args:
+        path: the GGUF file.
+        config: GPU layers, memory mapping and the like.
+        on_progress: called on this thread with 0..1; returning `False` stops the load.
+
+    Raises:
+        ModelLoadError: with llama.cpp's own reason, or `"cancelled"`.
+    """
+    check_file(path)
+    gguf.refuse_deadly(path)
+    params = model_params(config)
+    params.load_mode = _load_mode(config)
+    if config.split_mode is not None:
+        params.split_mode = _SPLIT_MODES[config.split_mode]
+    params.main_gpu = config.main_gpu
+    if config.tensor_split:
+        # llama.cpp reads one share per possible device.
+        shares = (ctypes.c_float * lib.llama_max_devices())(*config.tensor_split)
+        params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+    stopped = False
+
+    @lib.llama_progress_callback
+    def report(fraction: float, _user_data: object) -> bool:
+        nonlocal stopped
+        stopped = stopped or not on_progress(fraction)
+        return not stopped
+
+    params.progress_callback = report
+    try:
+        return read_model(path, params)
+    except ModelLoadError:
+        if stopped:
+            raise ModelLoadError(str(path), "cancelled") from None
+        raise
+
+
+def model_params(config: EngineConfig) -> lib.llama_model_params:
+    """What decides where the tensors of a model go, with weights or without."""
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = config.n_gpu_layers
+    params.use_extra_bufts = uses_extra_buffers(config)
+    return params
+
+
+def uses_extra_buffers(config: EngineConfig) -> bool:
+    """Whether weights may be arranged for special kernels, which llama.cpp does by default."""
+    return config.use_extra_bufts is not False
+
+
+def read_model(path: Path, params: lib.llama_model_params) -> LlamaModel:
+    """Have llama.cpp read a file.
+
+    Raises:
+        ModelLoadError: with llama.cpp's own reason.
+    """
+    backend.start()
+    with backend.captured_errors() as errors:
+        pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
+    if not pointer:
+        raise ModelLoadError(str(path), _load_failure(errors))
+    return LlamaModel(path, pointer)
 
 
 def check_file(path: Path) -> None:
@@ -290,7 +318,7 @@ def _load_mode(config: EngineConfig) -> int:
     return int(lib.LLAMA_LOAD_MODE_MMAP if config.use_mmap else lib.LLAMA_LOAD_MODE_NONE)
 
 
-def load_failure(errors: list[str]) -> str:
+def _load_failure(errors: list[str]) -> str:
     """The first error line is the cause; the later ones say where it was noticed."""
     if not errors:
         return "llama.cpp could not load it"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.core.completion import TokenLogprob
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import LlamaModel
 from llamad_trio.scheduling.plan import Prepared, Sampled
 from llamad_trio.scheduling.sampling import SamplingParams
 
@@ -77,7 +77,7 @@ class Sampler:
         model: whose tokens they are.
     """
 
-    def __init__(self, request: Prepared, model: Model) -> None:
+    def __init__(self, request: Prepared, model: LlamaModel) -> None:
         assert request.constraint is None or isinstance(request.constraint, Matcher)
         self._matcher = request.constraint
         self._visible = request.visible
@@ -128,7 +128,7 @@ class Sampler:
             ends,
             forced=[(token, self._piece(token)) for token in tokens[1:]],
             is_complete=self._matcher is not None and self._matcher.is_complete,
-            logprobs=None if logprobs is None else self._told(tokens[0], logprobs),
+            logprobs=None if logprobs is None else self._token_logprob(tokens[0], logprobs),
         )
 
     def close(self) -> None:
@@ -181,18 +181,17 @@ class Sampler:
         return int(lib.llama_sampler_sample(self._chain, context, row))
 
     def _piece(self, token: int) -> bytes:
-        visible = token in self._visible
-        return self._model.special_piece(token) if visible else self._model.piece(token)
+        return self._model.piece(token, special=token in self._visible)
 
-    def _told(self, token: int, logprobs: NDArray[np.float32]) -> TokenLogprob:
-        def told(token: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
-            piece = self._model.special_piece(token)
+    def _token_logprob(self, token: int, logprobs: NDArray[np.float32]) -> TokenLogprob:
+        def logprob(token: int, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
+            piece = self._model.piece(token, special=True)
             return TokenLogprob(token, piece, float(logprobs[token]), tuple(top))
 
         n = min(self._n_logprobs or 0, len(logprobs))
         likeliest = np.argpartition(logprobs, -n)[-n:] if n else np.empty(0, dtype=np.int64)
         order = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
-        return told(token, [told(int(t)) for t in order])
+        return logprob(token, [logprob(int(t)) for t in order])
 
     def _add(self, sampler: lib.llama_sampler_p) -> None:
         lib.llama_sampler_chain_add(self._chain, sampler)

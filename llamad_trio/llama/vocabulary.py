@@ -9,7 +9,7 @@ from functools import cached_property
 import llama_cpp.llama_cpp as lib
 import llguidance
 
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import LlamaModel
 
 CONTROL = b"\xff"
 """llguidance takes a token that begins with this byte, which no UTF-8 has, for one that is
@@ -17,13 +17,13 @@ no text: only its number can be asked for."""
 
 
 class LlamaVocabulary:
-    """Implements `llama.constraint.Vocabulary`.
+    """Implements `constraints.compiler.Vocabulary`.
 
     Only what is a control token to llama.cpp is one here: what a user has added to a
     vocabulary, such as `<think>`, is text, and may be part of any.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LlamaModel) -> None:
         self._model = model
 
     def pieces(self) -> Sequence[bytes]:

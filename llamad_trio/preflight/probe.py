@@ -128,12 +128,12 @@ def _loaded(
     """A context for the model, and how many threads an engine would have."""
     from llamad_trio.core.config import EngineConfig
     from llamad_trio.llama.context import Context
-    from llamad_trio.llama.model import Model
+    from llamad_trio.llama.model import load_model
 
     config = EngineConfig(
         **settings, n_ctx=N_CTX, n_batch=N_BATCH, n_slots=1, use_extra_bufts=use_extra_bufts
     )
-    model = Model(path, config, lambda _: True)
+    model = load_model(path, config, lambda _: True)
     context = Context(model, config, 1)
     yield context, max(config.n_threads or 1, config.n_threads_batch or 1)
     context.close()

@@ -18,7 +18,7 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.tools import JsonObject
 from llamad_trio.hub.manifest import resolve_model
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import load_model
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 
 PROMPT = "People and what they like, as JSON:\n"
@@ -131,7 +131,7 @@ async def gbnf_factor(model: str) -> dict[str, float]:
 
 
 def _gbnf_factor(model: str, tokens: list[int], decode_s: float) -> dict[str, float]:
-    loaded = Model(resolve_model(model), EngineConfig(), lambda _: True)
+    loaded = load_model(resolve_model(model), EngineConfig(), lambda _: True)
     try:
         masks = Compiler(LlamaVocabulary(loaded)).compile(Constraint("json_schema", _json(PEOPLE)))
         ours = []

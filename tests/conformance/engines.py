@@ -13,7 +13,7 @@ import attrs
 
 from llamad_trio import EngineLike, ToolCall, connect, open_engine, serve_unix
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.llama.batch import Batch
+from llamad_trio.llama.context import Batch
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 

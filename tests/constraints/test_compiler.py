@@ -17,7 +17,7 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Request
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import LlamaModel, load_model
 from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
 from llamad_trio.llama.vocabulary import LlamaVocabulary
 from llamad_trio.scheduling.plan import Prepared
@@ -48,23 +48,23 @@ class CountingVocabulary(LlamaVocabulary):
 
 
 @pytest.fixture
-def model(tiny_model: TinyModels) -> Iterator[Model]:
-    model = Model(tiny_model("attention"), EngineConfig(), lambda _: True)
+def model(tiny_model: TinyModels) -> Iterator[LlamaModel]:
+    model = load_model(tiny_model("attention"), EngineConfig(), lambda _: True)
     yield model
     model.close()
 
 
 @pytest.fixture
-def compiler(model: Model) -> Compiler:
+def compiler(model: LlamaModel) -> Compiler:
     return Compiler(CountingVocabulary(model))
 
 
-def accept(matcher: Matcher, model: Model, text: str) -> bool:
+def accept(matcher: Matcher, model: LlamaModel, text: str) -> bool:
     by_piece = {model.piece(token): token for token in range(model.n_vocab)}
     return all(matcher.accept([by_piece[char.encode()]]) for char in text)
 
 
-def test_a_mask_is_what_each_token_says_of_itself(compiler: Compiler, model: Model) -> None:
+def test_a_mask_is_what_each_token_says_of_itself(compiler: Compiler, model: LlamaModel) -> None:
     matcher = compiler.compile(SCHEMA)
     rng = np.random.default_rng(1)
     for _ in range(30):
@@ -103,14 +103,14 @@ def test_the_tokenizer_is_made_once(compiler: Compiler) -> None:
     assert compiler.vocabulary.made == 1
 
 
-def test_free_text_has_no_control_tokens(compiler: Compiler, model: Model) -> None:
+def test_free_text_has_no_control_tokens(compiler: Compiler, model: LlamaModel) -> None:
     mask = compiler.compile(Constraint("regex", r"(.|\n)*")).mask()
     control = [t for t in model.control_tokens.values() if not model.ends_generation(t)]
     assert control
     assert not mask[control].any()
 
 
-def test_a_constraint_can_begin_after_a_text(compiler: Compiler, model: Model) -> None:
+def test_a_constraint_can_begin_after_a_text(compiler: Compiler, model: LlamaModel) -> None:
     matcher = compiler.compile(Constraint("regex", "[xy]z", after="</think>"))
     assert accept(matcher, model, "any { thing </think>\n\nx")
     assert not matcher.may_end
@@ -119,7 +119,9 @@ def test_a_constraint_can_begin_after_a_text(compiler: Compiler, model: Model) -
     assert matcher.is_complete
 
 
-def test_a_constraint_can_begin_after_a_control_token(compiler: Compiler, model: Model) -> None:
+def test_a_constraint_can_begin_after_a_control_token(
+    compiler: Compiler, model: LlamaModel
+) -> None:
     text, token = next(
         (text, t) for text, t in model.control_tokens.items() if not model.ends_generation(t)
     )
@@ -150,7 +152,7 @@ def test_what_no_text_satisfies_is_refused_wherever_it_begins(
 
 @pytest.mark.parametrize("source", ["a{2}/b", r"a\/b", r"[/]\\/"])
 def test_slashes_in_a_regular_expression_are_its_own(
-    compiler: Compiler, model: Model, source: str
+    compiler: Compiler, model: LlamaModel, source: str
 ) -> None:
     text = {"a{2}/b": "aa/b", r"a\/b": "a/b", r"[/]\\/": "/\\/"}[source]
     matcher = compiler.compile(Constraint("regex", source))
@@ -158,7 +160,7 @@ def test_slashes_in_a_regular_expression_are_its_own(
     assert matcher.is_complete
 
 
-def test_what_is_not_allowed_ends_it(compiler: Compiler, model: Model) -> None:
+def test_what_is_not_allowed_ends_it(compiler: Compiler, model: LlamaModel) -> None:
     matcher = compiler.compile(Constraint("regex", "ab"))
     assert not accept(matcher, model, "b")
     assert matcher.error
@@ -171,7 +173,7 @@ def test_what_cannot_be_written_is_refused(compiler: Compiler) -> None:
         compiler.compile(Constraint("regex", "a&&b("))
 
 
-def test_forced_text_without_end_is_taken_in_parts(compiler: Compiler, model: Model) -> None:
+def test_forced_text_without_end_is_taken_in_parts(compiler: Compiler, model: LlamaModel) -> None:
     request = Prepared(
         id=1,
         tokens=(),

@@ -27,7 +27,7 @@ from llamad_trio.chat.guard import SENTINELS
 from llamad_trio.chat.meter import FULL
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.engine.preprocess import Preprocessor
-from llamad_trio.llama.model import Model
+from llamad_trio.llama.model import load_model
 from llamad_trio.scheduling.runtime import ModelFacts, Runtime
 from llamad_trio.scheduling.snapshot_file import pack_tokens
 from llamad_trio.scheduling.tokenizing import tokens_of_prompt
@@ -57,7 +57,7 @@ class Vocabulary:
     """A model's vocabulary, and a template for it: the part of an engine that makes prompts."""
 
     def __init__(self, path: Path, start: str, end: str, template: str = TEMPLATE) -> None:
-        self.model = Model(path, EngineConfig(n_threads=1, n_threads_batch=1), lambda _: True)
+        self.model = load_model(path, EngineConfig(n_threads=1, n_threads_batch=1), lambda _: True)
         self.start, self.end = start, end
         self.control = self.model.control_tokens
         self.source = template.replace("START", start).replace("END", end)
@@ -96,7 +96,7 @@ class Vocabulary:
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """See `Runtime`."""
-        return [self.model.special_piece(token) for token in tokens]
+        return [self.model.piece(token, special=True) for token in tokens]
 
     def with_template(self, source: str) -> Preprocessor:
         """What makes prompts with another template."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from llamad_trio.llama.model import Model
+    from llamad_trio.llama.model import LlamaModel
 
 N_VOCAB = 40
 
@@ -54,7 +54,7 @@ penalties = st.builds(
 
 
 def sampler_for(params: SamplingParams, prompt: Sequence[int]) -> Sampler:
-    model = cast("Model", SimpleNamespace(n_vocab=N_VOCAB))
+    model = cast("LlamaModel", SimpleNamespace(n_vocab=N_VOCAB))
     return Sampler(Prepared(id=1, tokens=prompt, max_tokens=1, sampling=params), model)
 
 
