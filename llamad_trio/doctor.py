@@ -25,7 +25,7 @@ from llamad_trio.daemon.config import DEFAULT_SOCKET
 from llamad_trio.hub.manifest import installed_path, load_manifest, models_dir
 from llamad_trio.memory import available_memory, total_memory
 from llamad_trio.preflight import store
-from llamad_trio.preflight.instructions import available_sets, built_sets
+from llamad_trio.preflight.advice import available_sets, built_sets
 from llamad_trio.preflight.prove import advice_for, installed_compiler, settings_of
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
@@ -129,7 +129,7 @@ async def _problems(verdict: Verdict, allowed: bool | None) -> list[str]:
     if verdict.trouble:
         return [f"llama.cpp could not be tried: {verdict.trouble}; see docs/install.md"]
     if allowed is None or not verdict.extra.is_good:
-        return [(await advice_for(verdict)).text]
+        return [await advice_for(verdict)]
     return []
 
 

@@ -21,8 +21,7 @@ from trio.lowlevel import RunVar
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.preflight import store
-from llamad_trio.preflight.advice import Advice
-from llamad_trio.preflight.instructions import Compiler
+from llamad_trio.preflight.advice import Compiler, advice_on
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
 from llamad_trio.system.cores import physical_cores
@@ -66,9 +65,9 @@ async def proven(config: EngineConfig, model: str | PathLike[str]) -> EngineConf
         return config
     allowed = verdict.allows(config.use_extra_bufts)
     if allowed is None:
-        raise ModelLoadError(fspath(model), (await advice_for(verdict)).text)
+        raise ModelLoadError(fspath(model), await advice_for(verdict))
     if not allowed and config.use_extra_bufts is None and key not in _told:
-        _tell_once(key, (await advice_for(verdict)).text)
+        _tell_once(key, await advice_for(verdict))
     return attrs.evolve(config, use_extra_bufts=allowed)
 
 
@@ -112,13 +111,13 @@ def _tell_once(key: str, text: str) -> None:
         logger.warning("%s", text)
 
 
-async def advice_for(verdict: Verdict) -> Advice:
-    """What is wrong, and what mends it.  A checkpoint."""
+async def advice_for(verdict: Verdict) -> str:
+    """What is wrong here, and what mends it.  A checkpoint."""
     try:
         version = importlib.metadata.version("llama-cpp-python")
     except importlib.metadata.PackageNotFoundError:
         version = None
-    return Advice(
+    return advice_on(
         verdict,
         store.cpu_flags(),
         await installed_compiler(),

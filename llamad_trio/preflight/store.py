@@ -98,13 +98,10 @@ def _cpuinfo() -> dict[str, str]:
 
 def recall(key: str) -> Verdict | None:
     """The verdict that was kept under `key`, if any."""
-    folder = _folder()
-    if folder is None:
-        return None
-    try:
-        return Verdict.from_text((folder / f"{key}.json").read_text())
-    except (OSError, ValueError):
-        return None
+    with suppress(OSError, ValueError):
+        if folder := _folder():
+            return Verdict.from_text((folder / f"{key}.json").read_text())
+    return None
 
 
 def remember(key: str, verdict: Verdict) -> None:

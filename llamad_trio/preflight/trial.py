@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,31 +40,39 @@ async def try_llama_cpp(
         await trio.lowlevel.checkpoint()
         return Verdict(trouble="this program is no Python that could be started again")
     deadline_s = GPU_DEADLINE_S if settings.get("n_gpu_layers") else DEADLINE_S
+    order = {
+        "deadline_s": deadline_s,
+        "settings": dict(settings),
+        "extra": list(extra),
+        "measure": measure,
+    }
     try:
-        # Where a file can be in memory, nothing is left behind, and no disk can be full.
-        place = nullcontext(None) if hasattr(os, "memfd_create") else _temporary_folder()
-        with place as folder:
-            order = {
-                "deadline_s": deadline_s,
-                "path": folder and os.path.join(folder, "probe.gguf"),
-                "settings": dict(settings),
-                "extra": list(extra),
-                "measure": measure,
-            }
-            return await _run([json.dumps(order)], deadline_s)
+        with _place_for_model() as path:
+            return await _run(json.dumps({**order, "path": path}), deadline_s)
     except OSError as error:  # no process, no pipe, no folder
         await trio.lowlevel.checkpoint()
         return Verdict(trouble=f"no process for it: {error.strerror or error}")
 
 
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="llamad_trio-", ignore_cleanup_errors=True)
+@contextmanager
+def _place_for_model() -> Iterator[str | None]:
+    """A path for the model; `None` where a file can be in memory.
+
+    There nothing is left behind, and no disk can be full.
+    """
+    if hasattr(os, "memfd_create"):
+        yield None
+    else:
+        with tempfile.TemporaryDirectory(
+            prefix="llamad_trio-", ignore_cleanup_errors=True
+        ) as folder:
+            yield os.path.join(folder, "probe.gguf")
 
 
 @ends_in_order
-async def _run(arguments: list[str], deadline_s: float) -> Verdict:
+async def _run(order: str, deadline_s: float) -> Verdict:
     process = await trio.lowlevel.open_process(
-        [*python_command("llamad_trio.preflight.probe"), *arguments],
+        [*python_command("llamad_trio.preflight.probe"), order],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ import pytest
 import llamad_trio.doctor
 from llamad_trio.daemon.config import DEFAULT_SOCKET
 from llamad_trio.preflight import store
-from llamad_trio.preflight.instructions import available_sets
+from llamad_trio.preflight.advice import available_sets
 from llamad_trio.system.cores import physical_cores
 
 if TYPE_CHECKING:
