@@ -17,6 +17,7 @@ from llamad_trio.cli.chat import chat_command
 from llamad_trio.cli.complete import complete_command
 from llamad_trio.cli.doctor import doctor_command
 from llamad_trio.cli.inspect import inspect_command
+from llamad_trio.cli.options import flat
 from llamad_trio.cli.pull import models_command, pull_command
 from llamad_trio.cli.serve import serve_command
 from llamad_trio.cli.top import top_command
@@ -33,15 +34,18 @@ def command_line() -> None:
     """GGUF models in your terminal, on llama.cpp and Trio."""
 
 
-command_line.add_command(complete_command)
-command_line.add_command(chat_command)
-command_line.add_command(serve_command)
-command_line.add_command(top_command)
-command_line.add_command(pull_command)
-command_line.add_command(models_command)
-command_line.add_command(inspect_command)
-command_line.add_command(bench_command)
-command_line.add_command(doctor_command)
+for _command in (
+    complete_command,
+    chat_command,
+    serve_command,
+    top_command,
+    pull_command,
+    models_command,
+    inspect_command,
+    bench_command,
+    doctor_command,
+):
+    command_line.add_command(_command)
 
 
 def main() -> NoReturn:
@@ -53,7 +57,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        click.echo(f"error: {_flat(error.format_message())}", err=True)
+        click.echo(f"error: {flat(error.format_message())}", err=True)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(INTERRUPTED)
@@ -81,10 +85,6 @@ def _show_warnings() -> None:
 
 
 def _said(error: Exception) -> str:
-    text = _flat(str(error)) or "failed"
+    text = flat(str(error)) or "failed"
     known = isinstance(error, OSError) or type(error).__module__.startswith("llamad_trio.")
     return text if known else f"{type(error).__name__}: {text}"
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from llamad_trio.cli.options import json_option, print_json, without_none
 from llamad_trio.cli.pull import ensure_model
 from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from llamad_trio.bench.prefix import PrefixReport
     from llamad_trio.bench.speed import BenchReport
+
+ReportT = TypeVar("ReportT")
 
 
 @click.command("bench")
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--pairs", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--prefix", is_flag=True, help="Measure what reusing a prefix is worth instead.")
 @click.option("--threads", type=click.IntRange(1, 256), help="Default: the physical cores.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@json_option
 def bench_command(
     model: str,
     concurrency: tuple[int, ...],
@@ -43,66 +48,42 @@ def bench_command(
 
     The ratios are what counts: both sides of one are measured in the same run.
     """
-    import attrs
     import trio
 
     from llamad_trio.bench.prefix import run_prefix_bench
     from llamad_trio.bench.speed import run_bench
 
-    overrides: dict[str, Any] = {} if threads is None else {"n_threads": threads}
-
-    def tell(what: str) -> None:
-        click.echo(f"measuring {what}", err=True)
-
+    path = ensure_model(model)
+    common: dict[str, Any] = {
+        "on_progress": lambda what: click.echo(f"measuring {what}", err=True),
+        **without_none({"n_threads": threads}),
+    }
     if prefix:
-        length = 1000 if prompt_tokens is None else prompt_tokens
-        prefix_report = trio.run(
-            partial(
-                run_prefix_bench,
-                ensure_model(model),
-                prefix_tokens=length,
-                rounds=pairs,
-                on_progress=tell,
-                **overrides,
-            )
-        )
-        if as_json:
-            click.echo(json.dumps(attrs.asdict(prefix_report), indent=2))
-        else:
-            _print_prefix_table(prefix_report)
-        return
-    report = trio.run(
-        partial(
-            run_bench,
-            ensure_model(model),
-            concurrency=concurrency,
-            prompt_tokens=128 if prompt_tokens is None else prompt_tokens,
-            n_tokens=tokens,
-            pairs=pairs,
-            on_progress=tell,
-            **overrides,
-        )
-    )
-    if as_json:
-        click.echo(json.dumps(attrs.asdict(report), indent=2))
+        length = prompt_tokens or 1000
+        measure = partial(run_prefix_bench, path, prefix_tokens=length, rounds=pairs, **common)
+        _print(trio.run(measure), _prefix_table, as_json=as_json)
     else:
-        _print_table(report)
+        common |= {"concurrency": concurrency, "prompt_tokens": prompt_tokens or 128}
+        against_plain = partial(run_bench, path, n_tokens=tokens, pairs=pairs, **common)
+        _print(trio.run(against_plain), _speed_table, as_json=as_json)
 
 
-def _print_table(report: BenchReport) -> None:
+def _print(report: ReportT, draw: Callable[[ReportT], Table], *, as_json: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(
-        title=f"{report.description}, {report.n_threads} threads, {report.prompt_tokens} prompt "
-        f"+ {report.n_tokens} tokens, medians of {report.pairs} pairs"
+    if as_json:
+        print_json(report)
+    else:
+        Console().print(draw(report))
+
+
+def _speed_table(report: BenchReport) -> Table:
+    table = _numbers_table(
+        f"{report.description}, {report.n_threads} threads, {report.prompt_tokens} prompt "
+        f"+ {report.n_tokens} tokens, medians of {report.pairs} pairs",
+        *("at once", "decode tok/s", "raw", "ratio", "prefill tok/s", "raw", "ratio"),
+        *("TTFT s", "raw"),
     )
-    table.add_column("at once", justify="right")
-    for what in ("decode tok/s", "prefill tok/s", "TTFT s"):
-        table.add_column(what, justify="right")
-        table.add_column("raw", justify="right")
-        if what != "TTFT s":
-            table.add_column("ratio", justify="right")
     for row in report.rows:
         table.add_row(
             str(row.concurrency),
@@ -115,20 +96,25 @@ def _print_table(report: BenchReport) -> None:
             f"{row.ttft_s:.3f}",
             f"{row.raw_ttft_s:.3f}",
         )
-    Console().print(table)
+    return table
 
 
-def _print_prefix_table(report: PrefixReport) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"time to the first token, {report.prefix_tokens} + {report.suffix_tokens} prompt "
-        f"tokens, medians of {report.rounds}"
+def _prefix_table(report: PrefixReport) -> Table:
+    table = _numbers_table(
+        f"time to the first token, {report.prefix_tokens} + {report.suffix_tokens} prompt "
+        f"tokens, medians of {report.rounds}",
+        *("prefix", "TTFT s", "against cold", "reused tokens"),
     )
-    table.add_column("prefix")
-    for what in ("TTFT s", "against cold", "reused tokens"):
-        table.add_column(what, justify="right")
+    table.columns[0].justify = "left"
     for row in report.rows:
         table.add_row(row.case, f"{row.ttft_s:.3f}", f"{row.ratio:.3f}", str(row.cached_tokens))
-    Console().print(table)
+    return table
+
+
+def _numbers_table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table

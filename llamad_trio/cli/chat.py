@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import click
 
-from llamad_trio.cli.options import engine_options, sampling_options
-from llamad_trio.cli.pull import ensure_model
-from llamad_trio.hub.manifest import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
-    from llamad_trio import EngineLike
+from llamad_trio.cli.options import (
+    engine_for,
+    engine_options,
+    ensure_engine_model,
+    sampling_options,
+    without_none,
+)
 
 MAX_TOKENS = 1024
 """Of an answer, unless said otherwise: an essay fits, an endless one ends."""
@@ -39,24 +38,16 @@ def chat_command(
     from llamad_trio.cli.chat_terminal import Lines, Prompt, Screen, open_history
     from llamad_trio.cli.history import Conversation
 
-    def opened(name: str | None) -> AbstractAsyncContextManager[EngineLike]:
-        from llamad_trio import connect, open_engine
-
-        if socket is not None:
-            return connect(socket, model=name)
-        return open_engine(os.path.expanduser(name or DEFAULT_MODEL), n_slots=1)
-
-    given = {name: value for name, value in fields.items() if value is not None}
-    given["max_tokens"] = MAX_TOKENS if max_tokens is None else max_tokens
+    fields["max_tokens"] = MAX_TOKENS if max_tokens is None else max_tokens
     conversation = Conversation(system)
-    if socket is None:
-        model = model or DEFAULT_MODEL
-        ensure_model(model)
+    model = ensure_engine_model(model, socket)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have what its encoding has not
     screen = Screen(sys.stdout, sys.stdout if is_terminal else sys.stderr)
     reader = Prompt(open_history()) if is_terminal else Lines(sys.stdin.fileno())
-    status = trio.run(Chat(opened, reader, screen, conversation, given).run, model)
+    opener = partial(engine_for, socket=socket)
+    chat = Chat(opener, reader, screen, conversation, without_none(fields))
+    status = trio.run(chat.run, model)
     if status:
         raise SystemExit(status)

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llamad_trio.cli.options import engine_options, sampling_options
-from llamad_trio.cli.pull import ensure_model
-from llamad_trio.hub.manifest import DEFAULT_MODEL
+from llamad_trio.cli.options import (
+    engine_for,
+    engine_options,
+    ensure_engine_model,
+    sampling_options,
+    without_none,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -38,23 +42,16 @@ def complete_command(
 
     from llamad_trio import Request
 
-    given = {name: value for name, value in fields.items() if value is not None}
-    request = Request(_piped_prompt() if prompt is None else prompt, **given)
-    trio.run(_complete, _opener(model, socket), request, as_json, stats)
+    text = _piped_prompt() if prompt is None else prompt
+    request = Request(text, **without_none(fields))
+    opener = engine_for(ensure_engine_model(model, socket), socket)
+    trio.run(_complete, opener, request, as_json, stats)
 
 
 def _piped_prompt() -> str:
     if sys.stdin.isatty():
         raise click.UsageError("give a PROMPT, or pipe one in")
     return sys.stdin.buffer.read().decode()
-
-
-def _opener(model: str | None, socket: str | None) -> AbstractAsyncContextManager[EngineLike]:
-    from llamad_trio import connect, open_engine
-
-    if socket is not None:
-        return connect(socket, model=model)
-    return open_engine(ensure_model(model or DEFAULT_MODEL), n_slots=1)
 
 
 async def _complete(

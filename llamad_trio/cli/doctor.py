@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
 import click
+
+from llamad_trio.cli.options import json_option, print_json, print_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,21 +16,20 @@ if TYPE_CHECKING:
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@json_option
 def doctor_command(as_json: bool) -> None:
     """Tell what this machine is to llama.cpp, and what is wrong with it, if anything.
 
     Computes for a second, in a process of its own.  The exit status is 1 if something is wrong.
     What it prints is all that a bug report needs.
     """
-    import attrs
     import trio
 
     from llamad_trio.doctor import examine_machine
 
     report = trio.run(examine_machine)
     if as_json:
-        click.echo(json.dumps(attrs.asdict(report), indent=2, ensure_ascii=False))
+        print_json(report)
     else:
         _print_table(report)
     if report.problems:
@@ -56,13 +56,13 @@ def _print_table(report: MachineReport) -> None:
         "python": report.python,
         "system": report.system,
         "CPU": report.cpu or "not known",
-        "packages": _listed(
+        "packages": _join(
             f"{name} {version or '(none)'}" for name, version in report.packages.items()
         ),
         "llama.cpp": report.llama_cpp or "could not be loaded",
-        "  built for": _listed(report.built_for),
-        "  not in this CPU": _listed(lacking),
-        "  not built in": _listed(unused),
+        "  built for": _join(report.built_for),
+        "  not in this CPU": _join(lacking),
+        "  not built in": _join(unused),
         "  extra buffers": f"{extra}: {report.extra_bufts_reason}",
         "C++ compiler": report.compiler or "none that is known",
         "cores": f"{cores['physical']:g} to compute on: {cores['logical']:g} logical, "
@@ -70,19 +70,18 @@ def _print_table(report: MachineReport) -> None:
         "memory": f"{decimal(memory['available'] or 0)} of {decimal(memory['total'] or 0)} "
         f"available{limit}",
         "open files": f"{report.open_files} at most",
-        "devices": _listed(f"{d['kind']} {d['description']}" for d in report.devices),
-        "speed": _listed(speeds),
-        "models": f"{report.models['folder']}: {_listed(installed)}",  # type: ignore[arg-type]
+        "devices": _join(f"{d['kind']} {d['description']}" for d in report.devices),
+        "speed": _join(speeds),
+        "models": f"{report.models['folder']}: {_join(installed)}",  # type: ignore[arg-type]
         "socket": f"{report.socket['path']}: "
         + ("a daemon listens" if report.socket["listens"] else "nobody listens"),
     }
-    for name, value in rows.items():
-        click.echo(f"{name:18} {value}")
+    print_rows(rows, 18)
     for problem in report.problems:
         click.echo(f"\nwrong: {problem}")
     if not report.problems:
         click.echo("\nnothing is wrong")
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from llamad_trio import Completion, EngineStats, Message, Request
+from llamad_trio.cli.options import flat
 
 COMMANDS = {
     "system": ("/system [TEXT]", "show the system message, or set it; /system - clears it"),
@@ -175,7 +176,7 @@ def visible(text: str) -> str:
 
 def one_line(error: Exception) -> str:
     """What an error says."""
-    return f"error: {' '.join(str(error).split()) or type(error).__name__}"
+    return f"error: {flat(str(error)) or type(error).__name__}"
 
 
 def _rate(n_tokens: int, seconds: float) -> str:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from llamad_trio.cli.options import json_option, print_json, print_rows, without_none
 from llamad_trio.cli.pull import ensure_model
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llamad_trio import EngineConfig, ModelInfo
     from llamad_trio.memory import MemoryEstimate
 
 
 @click.command("inspect")
 @click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@json_option
 @click.option("--template", is_flag=True, help="Print only the chat template.")
 @click.option("--n-ctx", type=click.IntRange(min=1), help="Tokens in the pool, for the memory.")
 @click.option("--n-slots", type=click.IntRange(min=1), help="Slots, for the memory.")
@@ -31,37 +33,29 @@ def inspect_command(
     import trio
 
     from llamad_trio import EngineConfig
+    from llamad_trio.memory import estimate_memory
 
-    asked = {"n_ctx": n_ctx, "n_slots": n_slots}
-    given = {name: value for name, value in asked.items() if value is not None}
-    config = EngineConfig.merge(None, given)
+    config = EngineConfig.merge(None, without_none({"n_ctx": n_ctx, "n_slots": n_slots}))
     path = ensure_model(model)
-    info: ModelInfo = trio.run(_inspect, path)
+    info = trio.run(_read_info, path)
     if template:
         if info.chat_template is None:
             raise click.ClickException("the model has no chat template")
         click.echo(info.chat_template)
         return
-    memory: MemoryEstimate = trio.run(_estimate, path, config)
+    memory = trio.run(estimate_memory, path, config)
     if as_json:
-        found = attrs.asdict(info)
-        found["memory"] = {**attrs.asdict(memory), "total_bytes": memory.total_bytes}
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        sizes = {**attrs.asdict(memory), "total_bytes": memory.total_bytes}
+        print_json({**attrs.asdict(info), "memory": sizes})
     else:
         _print_table(info, memory, config)
 
 
-async def _inspect(model: Any) -> ModelInfo:
+async def _read_info(model: Path) -> ModelInfo:
     from llamad_trio import open_engine
 
     async with open_engine(model, n_slots=1, n_ctx=256) as eng:
         return eng.info
-
-
-async def _estimate(model: Any, config: EngineConfig) -> MemoryEstimate:
-    from llamad_trio.memory import estimate_memory
-
-    return await estimate_memory(model, config)
 
 
 def _print_table(info: ModelInfo, memory: MemoryEstimate, config: EngineConfig) -> None:
@@ -86,5 +80,4 @@ def _print_table(info: ModelInfo, memory: MemoryEstimate, config: EngineConfig) 
         "  compute": decimal(memory.compute_bytes),
         "  the rest": decimal(memory.overhead_bytes),
     }
-    for name, value in rows.items():
-        click.echo(f"{name:16} {value}")
+    print_rows(rows, 16)
