@@ -9,12 +9,12 @@ from statistics import median
 
 import attrs
 
+from llamad_trio.bench import TEXT
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine.engine import Engine
 from llamad_trio.opening import open_engine
 
-_TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 _SUFFIX_TOKENS = 20
 
 
@@ -52,18 +52,18 @@ class _Shot:
     cached_tokens: int
 
 
+@attrs.frozen
 class _Prompts:
     """Prompts that share a prefix, a new one each round."""
 
-    def __init__(self, tokens: list[int], n_prefix: int) -> None:
-        self._tokens = tokens
-        self._n_prefix = n_prefix
+    tokens: list[int]
+    n_prefix: int
 
     def prompt(self, round_: int, suffix: int) -> list[int]:
         """The prefix of a round, and one of its suffixes."""
         start = 3 * round_
-        end = start + self._n_prefix
-        return self._tokens[start:end] + self._tokens[suffix : suffix + _SUFFIX_TOKENS]
+        prefix = self.tokens[start : start + self.n_prefix]
+        return prefix + self.tokens[suffix : suffix + _SUFFIX_TOKENS]
 
 
 async def run_prefix_bench(
@@ -93,14 +93,11 @@ async def run_prefix_bench(
         ModelLoadError: as `open_engine` does.
     """
     whole = prefix_tokens + _SUFFIX_TOKENS
-    base = attrs.evolve(
-        EngineConfig.from_env(),
-        **{"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides},  # type: ignore[arg-type]
-    )
+    base = EngineConfig.merge(None, {"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides})
     shots: dict[str, list[tuple[_Shot, _Shot]]] = {}
 
     async with open_engine(model, base) as eng:
-        text = _TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8)
+        text = TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8)
         prompts = _Prompts(await eng.tokenize(text), prefix_tokens)
         for i in range(rounds):
             on_progress(f"in the pool, round {i + 1} of {rounds}")
@@ -138,7 +135,10 @@ async def run_prefix_bench(
         prefix_tokens=prefix_tokens,
         suffix_tokens=_SUFFIX_TOKENS,
         rounds=rounds,
-        rows=(_cold_row(shots), *(_row(case, pairs) for case, pairs in shots.items())),
+        rows=(
+            _row("cold", [(cold, cold) for pairs in shots.values() for cold, _ in pairs]),
+            *(_row(case, pairs) for case, pairs in shots.items()),
+        ),
     )
 
 
@@ -153,16 +153,6 @@ async def _beside(eng: Engine, prompt: list[int]) -> _Shot:
     async with eng.stream(endless) as pieces:
         await pieces.receive()
         return await _shot(eng, prompt)
-
-
-def _cold_row(shots: dict[str, list[tuple[_Shot, _Shot]]]) -> PrefixRow:
-    cold = [pair[0] for pairs in shots.values() for pair in pairs]
-    return PrefixRow(
-        case="cold",
-        ttft_s=median(shot.ttft_s for shot in cold),
-        ratio=1.0,
-        cached_tokens=cold[-1].cached_tokens,
-    )
 
 
 def _row(case: str, pairs: list[tuple[_Shot, _Shot]]) -> PrefixRow:

@@ -14,6 +14,7 @@ from statistics import median
 import attrs
 import trio
 
+from llamad_trio.bench import TEXT
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine.assembly import run_engine
@@ -21,8 +22,6 @@ from llamad_trio.engine.engine import Engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.preflight.prove import proven
-
-_TEXT = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 
 
 @attrs.frozen(kw_only=True)
@@ -102,8 +101,7 @@ async def run_bench(
         "kv_cache": False,
         **overrides,
     }
-    config = attrs.evolve(EngineConfig.from_env(), **fields)  # type: ignore[arg-type]
-    config = await proven(config, model)
+    config = await proven(EngineConfig.merge(None, fields), model)
     lane = Lane()
     async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
         from llamad_trio.llama.raw_loop import RawLoop
@@ -139,7 +137,7 @@ async def run_bench(
 
 async def _prompts(eng: Engine, n: int, prompt_tokens: int) -> list[list[int]]:
     """Texts that go on for long, each beginning elsewhere, cut to the same length."""
-    words = _TEXT.split()
+    words = TEXT.split()
     prompts = []
     for i in range(n):
         text = " ".join((words[i:] + words[:i]) * (prompt_tokens // 4))

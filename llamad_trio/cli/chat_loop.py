@@ -96,7 +96,7 @@ class Chat:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._obey, signals, nursery.cancel_scope)
-                await self._talk(nursery, await self._opened(nursery, model))
+                await self._talk(nursery, await self._open(nursery, model))
         return self._status
 
     async def _obey(self, signals: AsyncIterator[int], whole: trio.CancelScope) -> None:
@@ -113,7 +113,7 @@ class Chat:
         with new_scope() as self._under_way:
             yield
 
-    async def _opened(self, nursery: trio.Nursery, name: str | None) -> _Opened:
+    async def _open(self, nursery: trio.Nursery, name: str | None) -> _Opened:
         opened: _Opened = await nursery.start(self._host, name)
         return opened
 
@@ -153,7 +153,7 @@ class Chat:
                     case Command("quit"):
                         return
                     case Command("model", name):
-                        opened = await self._switched(nursery, opened, name)
+                        opened = await self._switch(nursery, opened, name)
                     case Command("stats"):
                         await self._tell_stats(opened.engine)
                     case Command("save" | "save!" as name, file):
@@ -213,12 +213,12 @@ class Chat:
                 stats, n_ctx = engine.stats(), engine.config.n_ctx
             self._note(*stats_lines(self._conversation.last, stats, n_ctx))
 
-    async def _switched(self, nursery: trio.Nursery, old: _Opened, name: str) -> _Opened:
+    async def _switch(self, nursery: trio.Nursery, old: _Opened, name: str) -> _Opened:
         """The engine of another model; the old one without a name, or if Ctrl-C stops the load."""
         new = old
         if name:
             with self._interruptible():
-                new = await self._opened(nursery, name)
+                new = await self._open(nursery, name)
             if new is not old:
                 old.close.set()
         self._note(_title(new))
@@ -228,7 +228,7 @@ class Chat:
         """On a worker thread."""
         try:
             path = Path(file).expanduser()
-            text = self._conversation.written(path.suffix)
+            text = self._conversation.text_as(path.suffix)
             with path.open("w" if overwrite else "x", encoding="utf-8") as target:
                 target.write(text)
         except FileExistsError:

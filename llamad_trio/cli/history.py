@@ -122,7 +122,7 @@ class Conversation:
         """Forget the `n` oldest exchanges."""
         del self._exchanges[:n]
 
-    def written(self, suffix: str) -> str:
+    def text_as(self, suffix: str) -> str:
         """All of it but the reasoning: Markdown for `.md`, JSON for `.json`.
 
         Raises:

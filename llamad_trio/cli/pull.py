@@ -59,7 +59,7 @@ def ensure_model(name_or_path: str) -> Path:
     if installed is not None:
         return installed
     click.echo(f"{model.name} is not here yet: pulling it once", err=True)
-    return _pull_shown(model, verify=False)
+    return _pull_with_bar(model, verify=False)
 
 
 @click.command("pull")
@@ -71,7 +71,7 @@ def pull_command(names: tuple[str, ...], verify: bool) -> None:
     Prints the path of each on stdout.
     """
     for model in [known_model(name) for name in names or (DEFAULT_MODEL,)]:
-        click.echo(_pull_shown(model, verify=verify))
+        click.echo(_pull_with_bar(model, verify=verify))
 
 
 @click.command("models")
@@ -110,7 +110,7 @@ def _plain(model: KnownModel) -> dict[str, object]:
     }
 
 
-def _pull_shown(model: KnownModel, *, verify: bool) -> Path:
+def _pull_with_bar(model: KnownModel, *, verify: bool) -> Path:
     with _progress_bar() as show:
         return pull(model, verify=verify, progress=show)
 

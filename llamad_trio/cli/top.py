@@ -171,15 +171,15 @@ def _rows(earlier: EngineStats | None, model: ModelStats, seconds: float) -> Ren
 
     table = Table.grid(padding=(0, 2))
     table.add_row("", "slots", _bar(states, _SLOT_CELLS, n_slots, min(n_slots, MAX_SLOT_CELLS)))
-    table.add_row("", "", _listed({**states, "free": stats.slots.get("free", 0)}))
+    table.add_row("", "", _join({**states, "free": stats.slots.get("free", 0)}))
     table.add_row("", "queue", f"{stats.queued:,}{limit} waiting")
     table.add_row("", "speed", _speeds(earlier, stats, seconds))
     threads = {"for decode": stats.n_threads, "for prompts": stats.n_threads_batch}
-    table.add_row("", "threads", _listed(threads))
+    table.add_row("", "threads", _join(threads))
     table.add_row("", "KV pool", _bar(pool, _POOL_CELLS, n_ctx, POOL_CELLS))
-    table.add_row("", "", f"{_listed({**pool, 'free': stats.kv_free_tokens})} of {n_ctx:,} tokens")
+    table.add_row("", "", f"{_join({**pool, 'free': stats.kv_free_tokens})} of {n_ctx:,} tokens")
     table.add_row("", "cached", f"{_share(stats.cached_tokens, prompt_tokens)} of prompt tokens")
-    table.add_row("", "requests", _listed(stats.requests))
+    table.add_row("", "requests", _join(stats.requests))
     return table
 
 
@@ -215,7 +215,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def _listed(numbers: Mapping[str, int]) -> str:
+def _join(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number:,} {_printable(name)}" for name, number in numbers.items())
 
 

@@ -64,7 +64,7 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     check_file(path)
     layout = gguf.read_layout(path)
     backend.start()  # which takes over the log that is listened to
-    with _overheard() as heard, closing(_read_without_weights(path, config)) as model:
+    with _listen_to_log() as heard, closing(_read_without_weights(path, config)) as model:
         with closing(open_context(model, config, n_cores)) as context:
             config = context.config
         n_scores = _n_scores(model, config)
@@ -140,19 +140,19 @@ _log_before = lib.llama_log_callback()
 
 
 @lib.llama_log_callback
-def _overhear(level: int, text: bytes, user_data: object) -> None:
+def _on_log(level: int, text: bytes, user_data: object) -> None:
     if _ear.heard is not None:
         _ear.heard.append(text)
     _log_before(level, text, user_data)
 
 
 @contextmanager
-def _overheard() -> Iterator[list[bytes]]:
+def _listen_to_log() -> Iterator[list[bytes]]:
     """Collect what llama.cpp logs on this thread inside the block; it is logged as before."""
     with _one_at_a_time:
         user_data = ctypes.c_void_p()
         lib.llama_log_get(ctypes.byref(_log_before), ctypes.byref(user_data))
-        lib.llama_log_set(_overhear, user_data)
+        lib.llama_log_set(_on_log, user_data)
         _ear.heard = []
         try:
             yield _ear.heard

@@ -10,7 +10,7 @@ Needs the extra `otel`; without it this module can be imported, but not used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import trio
@@ -27,7 +27,7 @@ from llamad_trio.watch import EventSource, follow
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.metrics import Histogram, MeterProvider
     from opentelemetry.trace import TracerProvider
 
 PROVIDER = "llamad_trio"
@@ -85,29 +85,27 @@ class EngineTelemetry:
         self._model = model
         self._tracer = trace.get_tracer("llamad_trio", tracer_provider=tracer_provider)
         meter = metrics.get_meter("llamad_trio", meter_provider=meter_provider)
-        self._tokens = meter.create_histogram(
-            "gen_ai.client.token.usage",
-            "{token}",
-            "Number of input and output tokens used.",
-            explicit_bucket_boundaries_advisory=TOKENS,
+
+        def histogram(name: str, buckets: Sequence[float], text: str, unit: str = "s") -> Histogram:
+            return meter.create_histogram(
+                f"gen_ai.{name}", unit, text, explicit_bucket_boundaries_advisory=buckets
+            )
+
+        self._tokens = histogram(
+            "client.token.usage", TOKENS, "Number of input and output tokens used.", "{token}"
         )
-        self._duration = meter.create_histogram(
-            "gen_ai.server.request.duration",
-            "s",
-            "From submission to the end of a request.",
-            explicit_bucket_boundaries_advisory=REQUEST_S,
+        self._duration = histogram(
+            "server.request.duration", REQUEST_S, "From submission to the end of a request."
         )
-        self._first_token = meter.create_histogram(
-            "gen_ai.server.time_to_first_token",
-            "s",
+        self._first_token = histogram(
+            "server.time_to_first_token",
+            FIRST_TOKEN_S,
             "From submission to the first token, of completed requests.",
-            explicit_bucket_boundaries_advisory=FIRST_TOKEN_S,
         )
-        self._output_token = meter.create_histogram(
-            "gen_ai.server.time_per_output_token",
-            "s",
+        self._output_token = histogram(
+            "server.time_per_output_token",
+            OUTPUT_TOKEN_S,
             "Time for each token after the first, of completed requests.",
-            explicit_bucket_boundaries_advisory=OUTPUT_TOKEN_S,
         )
 
     async def run(

@@ -73,7 +73,7 @@ class EngineMetrics:
 
     def __init__(self, stats: Mapping[str, StatsSource] | Callable[[], Stats]) -> None:
         self._engines = stats if isinstance(stats, Mapping) else {}
-        self._stats = partial(_known, stats) if isinstance(stats, Mapping) else stats
+        self._stats = partial(_read_stats, stats) if isinstance(stats, Mapping) else stats
         self._limiter = trio.CapacityLimiter(1)
         self._registry: CollectorRegistry = _Counted()
         self._ttft = self._histogram("time_to_first_token_seconds", "From submission.", SECONDS)
@@ -161,7 +161,7 @@ class EngineMetrics:
         return Counter(f"llamad_{name}", text, ("engine", *labels), registry=self._registry)
 
 
-def _known(engines: Mapping[str, StatsSource]) -> Stats:
+def _read_stats(engines: Mapping[str, StatsSource]) -> Stats:
     stats = {}
     for name, engine in engines.items():
         with suppress(LlamadError):
@@ -238,18 +238,16 @@ Read = Callable[[EngineStats], Mapping[str, float] | float]
 
 
 def _gauge(stats: Stats, name: str, text: str, read: Read, *labels: str) -> Metric:
-    return _filled(
-        GaugeMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read
-    )
+    return _fill(GaugeMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read)
 
 
 def _counter(stats: Stats, name: str, text: str, read: Read, *labels: str) -> Metric:
-    return _filled(
+    return _fill(
         CounterMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read
     )
 
 
-def _filled(
+def _fill(
     family: GaugeMetricFamily | CounterMetricFamily, stats: Stats, read: Read
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for engine, of_engine in stats.items():

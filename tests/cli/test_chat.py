@@ -141,10 +141,10 @@ def test_a_bad_system_message_leaves_the_old_one() -> None:
 
 def test_a_conversation_is_written_as_markdown_or_json() -> None:
     conversation = conversation_of(("hi", "hello 🙂"), system="be brief")
-    assert conversation.written(".md") == (
+    assert conversation.text_as(".md") == (
         "## System\n\nbe brief\n\n## User\n\nhi\n\n## Assistant\n\nhello 🙂\n"
     )
-    assert json.loads(conversation.written(".json")) == {
+    assert json.loads(conversation.text_as(".json")) == {
         "messages": [
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "hi"},
@@ -152,7 +152,7 @@ def test_a_conversation_is_written_as_markdown_or_json() -> None:
         ]
     }
     with pytest.raises(ValueError, match=r"\.md or \.json"):
-        conversation.written(".txt")
+        conversation.text_as(".txt")
 
 
 # -- the loop, with a scripted model --------------------------------------------------------------

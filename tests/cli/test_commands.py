@@ -174,9 +174,13 @@ def test_inspect_tells_what_a_file_is(command_line: CommandLine, tiny_model: Tin
     assert command_line("inspect", str(path), "--template").out.strip()
 
 
+def first_words(table: str) -> list[str]:
+    """What stands in the first column of a table's rows."""
+    return [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
+
+
 def test_bench_reports_ratios(command_line: CommandLine, tiny_model: TinyModels) -> None:
-    args = (
-        "--json",
+    shape = [
         "-c",
         "1",
         "-c",
@@ -187,20 +191,28 @@ def test_bench_reports_ratios(command_line: CommandLine, tiny_model: TinyModels)
         "8",
         "--pairs",
         "1",
-    )
-    report = json.loads(command_line("bench", str(tiny_model("attention")), *args).out)
+        "--threads",
+        "1",
+    ]
+    args = ("bench", str(tiny_model("attention")), *shape)
+    report = json.loads(command_line(*args, "--json").out)
     assert [row["concurrency"] for row in report["rows"]] == [1, 2]
+    assert report["n_threads"] == 1
     for row in report["rows"]:
         assert row["decode_ratio"] > 0
         assert row["raw_decode_tps"] > 0
         assert row["ttft_s"] > 0
+    table = command_line(*args).out
+    assert "16 prompt + 8 tokens, medians of 1 pairs" in " ".join(table.split())
+    assert first_words(table) == ["1", "2"]
 
 
 def test_bench_tells_what_reusing_a_prefix_is_worth(
     command_line: CommandLine, tiny_model: TinyModels
 ) -> None:
-    args = ("--prefix", "--json", "--prompt-tokens", "64", "--pairs", "1")
-    report = json.loads(command_line("bench", str(tiny_model("attention")), *args).out)
+    shape = ["--prefix", "--prompt-tokens", "64", "--pairs", "1"]
+    args = ("bench", str(tiny_model("attention")), *shape)
+    report = json.loads(command_line(*args, "--json").out)
     reused = {row["case"]: row["cached_tokens"] for row in report["rows"]}
     assert reused == {
         "cold": 0,
@@ -210,6 +222,7 @@ def test_bench_tells_what_reusing_a_prefix_is_worth(
         "restored from RAM": 83,
         "restored from disk": 83,
     }
+    assert first_words(command_line(*args).out) == list(reused)
 
 
 def test_help_and_import_load_neither_trio_nor_llama_cpp(command_line: CommandLine) -> None:
