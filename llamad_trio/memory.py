@@ -17,7 +17,7 @@ import trio
 from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.memory_estimate import MemoryEstimate, check_budget
 from llamad_trio.hub.manifest import resolve_model
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from llamad_trio.system.cores import physical_cores
 
 __all__ = [
@@ -59,7 +59,7 @@ async def estimate_memory(
     merged = EngineConfig.merge(config, overrides)
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
-    merged = await proven(merged, model)
+    merged = await proven_config(merged, model)
     return await trio.to_thread.run_sync(_estimate, model, merged, limiter=limiter)
 
 

@@ -9,7 +9,7 @@ import trio
 from hypothesis import settings
 
 from llamad_trio import EngineConfig, ModelLoadError
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from tests.engines import engine, kept_smollm2, smollm2_is_kept, tiny, tiny_path
 from tests.models import gemma3_path, smollm2_path, tiny_model
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     """Have programs that tests start say nothing of special kernels that fail on this machine."""
     try:
-        config = trio.run(proven, EngineConfig.from_env(), "tests")
+        config = trio.run(proven_config, EngineConfig.from_env(), "tests")
     except ModelLoadError as error:
         pytest.exit(str(error), returncode=1)
     if config.use_extra_bufts is False:

@@ -22,7 +22,7 @@ import trio
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.hub.manifest import known_model
 from llamad_trio.hub.pull import PullError, pull
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ def proven_here(config: EngineConfig) -> EngineConfig:
 
     For tests that compute with a real model's weights and without an engine.
     """
-    return trio.run(proven, config, "tests")
+    return trio.run(proven_config, config, "tests")
 
 
 @pytest.fixture(scope="session")

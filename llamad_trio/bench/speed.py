@@ -21,7 +21,7 @@ from llamad_trio.engine.assembly import run_engine
 from llamad_trio.engine.engine import Engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 
 
 @attrs.frozen(kw_only=True)
@@ -101,7 +101,7 @@ async def run_bench(
         "kv_cache": False,
         **overrides,
     }
-    config = await proven(EngineConfig.merge(None, fields), model)
+    config = await proven_config(EngineConfig.merge(None, fields), model)
     lane = Lane()
     async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
         from llamad_trio.llama.raw_loop import RawLoop

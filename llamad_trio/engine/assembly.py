@@ -26,7 +26,7 @@ from llamad_trio.engine.preprocess import Preprocessor, Query
 from llamad_trio.engine.reporter import Reporter
 from llamad_trio.engine.store import SnapshotStore
 from llamad_trio.engine.ticket import Ticket
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.runtime import ModelFacts, Runtime
@@ -52,7 +52,7 @@ async def open_named_engine(
     """As `open_engine` in this process; `name` and `broadcast` as for `run_engine`."""
     began = trio.current_time()
     lane = Lane() if config.lane == "own" else config.lane or shared_lane()
-    config = await proven(with_lane_threads(config), model)
+    config = await proven_config(with_lane_threads(config), model)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(lane.hosted())
         loaded = await stack.enter_async_context(loaded_model(model, config, lane, on_load))

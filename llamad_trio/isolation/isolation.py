@@ -36,7 +36,7 @@ from llamad_trio.engine.lane import Lane, count_lane_threads, with_lane_threads
 from llamad_trio.engine.reporter import Reporter
 from llamad_trio.isolation.handover import Handover
 from llamad_trio.isolation.relay import EventRelay
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from llamad_trio.remote.remote import RemoteEngine, stats_of
 from llamad_trio.remote.reply import RemoteEvents, RemoteReply
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
@@ -78,7 +78,7 @@ async def open_isolated_engine(
     own_broadcast = Broadcast(onward=broadcast)
     reporter = Reporter(own_broadcast, name)
     # Here already: who reads this program's log is told.
-    config = await proven(with_lane_threads(config), model)
+    config = await proven_config(with_lane_threads(config), model)
     async with _open_child(fspath(model)) as child:
         # What has ended already will be told when it is waited for.
         with suppress(trio.BrokenResourceError):

@@ -43,7 +43,7 @@ _known: dict[str, Verdict] = {}  # of this process, where there is no place to k
 _told: set[str] = set()
 
 
-async def proven(config: EngineConfig, model: str | PathLike[str]) -> EngineConfig:
+async def proven_config(config: EngineConfig, model: str | PathLike[str]) -> EngineConfig:
     """The config with `use_extra_bufts` as it works on this machine.
 
     Args:

@@ -16,7 +16,7 @@ from llamad_trio.engine.assembly import run_engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.llama.raw_loop import RawLoop
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from tests.benchmarks.several import OTHER
 from tests.benchmarks.streams import seconds_of
 
@@ -84,7 +84,7 @@ async def _opened(
     config = EngineConfig(
         kv_cache=False, n_ctx=2048, n_threads=n_threads, n_threads_batch=n_threads
     )
-    config = await proven(config, model)
+    config = await proven_config(config, model)
     async with AsyncExitStack() as stack:
         sides = []
         for name, lane in zip((model, OTHER), lanes, strict=True):

@@ -30,7 +30,7 @@ from llamad_trio import (
 )
 from llamad_trio.memory import estimate_memory
 from llamad_trio.preflight import prove, store, trial
-from llamad_trio.preflight.prove import proven
+from llamad_trio.preflight.prove import proven_config
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
 from tests.preflight.conftest import children_of, processes_of_ours
@@ -74,7 +74,7 @@ def tiny_path(tiny_model: TinyModels) -> Path:
 
 
 async def test_the_library_works_here_and_the_engine_knows(tries: list[Verdict]) -> None:
-    config = await proven(PLAIN, "model")
+    config = await proven_config(PLAIN, "model")
     (verdict,) = tries
     assert verdict.plain.outcome == "works"
     assert verdict.extra.outcome in ("works", "died")  # AMX and GCC 12: see docs/install.md
@@ -96,7 +96,7 @@ async def test_the_library_works_here_and_the_engine_knows(tries: list[Verdict])
 async def test_it_is_tried_with_the_settings_of_the_engine(
     fields: dict[str, object], tries: list[Verdict]
 ) -> None:
-    config = await proven(EngineConfig(**fields), "model")  # type: ignore[arg-type]
+    config = await proven_config(EngineConfig(**fields), "model")  # type: ignore[arg-type]
     (verdict,) = tries
     assert verdict.plain.outcome == "works"
     assert (verdict.extra.outcome == "untried") is (fields.get("use_extra_bufts") is False)
@@ -105,52 +105,52 @@ async def test_it_is_tried_with_the_settings_of_the_engine(
 
 async def test_what_llama_cpp_refuses_is_left_for_it_to_say(tries: list[Verdict]) -> None:
     config = EngineConfig(flash_attn=False, type_v="q4_0")  # it takes no such V without flash_attn
-    assert (await proven(config, "model")).use_extra_bufts is True
+    assert (await proven_config(config, "model")).use_extra_bufts is True
     assert [verdict.plain.outcome for verdict in tries] == ["refused"]
 
 
 async def test_the_second_time_costs_no_process(
     tries: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await proven(PLAIN, "model")
-    assert await proven(PLAIN, "model") == first
+    first = await proven_config(PLAIN, "model")
+    assert await proven_config(PLAIN, "model") == first
     monkeypatch.setattr(prove, "_known", {})  # as another process would be
-    assert await proven(PLAIN, "model") == first
+    assert await proven_config(PLAIN, "model") == first
     assert len(tries) == 1
 
 
 async def test_many_at_once_wait_for_one(tries: list[Verdict]) -> None:
     async with trio.open_nursery() as nursery:
         for _ in range(5):
-            nursery.start_soon(proven, PLAIN, "model")
+            nursery.start_soon(proven_config, PLAIN, "model")
     assert len(tries) == 1
 
 
 async def test_other_settings_are_tried_anew(tries: list[Verdict]) -> None:
-    await proven(PLAIN, "model")
-    await proven(EngineConfig(n_threads=2, n_threads_batch=2, type_k="q8_0"), "model")
+    await proven_config(PLAIN, "model")
+    await proven_config(EngineConfig(n_threads=2, n_threads_batch=2, type_k="q8_0"), "model")
     assert len(tries) == 2
 
 
 async def test_another_library_is_tried_anew(
     tries: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await proven(PLAIN, "model")
+    await proven_config(PLAIN, "model")
     path, size, changed = store.libraries()[0]
     monkeypatch.setattr(store, "libraries", lambda: [(path, size, changed + 1)])
-    await proven(PLAIN, "model")
+    await proven_config(PLAIN, "model")
     assert len(tries) == 2
 
 
 async def test_it_can_be_left_out(tries: list[Verdict]) -> None:
     config = EngineConfig(preflight=False)
-    assert await proven(config, "model") is config
+    assert await proven_config(config, "model") is config
     assert tries == []
 
 
 async def test_an_engine_tells_what_it_uses(tiny_path: Path) -> None:
     config = EngineConfig(n_threads=1, n_threads_batch=1)
-    expected = (await proven(config, tiny_path)).use_extra_bufts
+    expected = (await proven_config(config, tiny_path)).use_extra_bufts
     async with open_engine(tiny_path, config) as engine:
         assert engine.config.use_extra_bufts is expected is not None
         await engine.complete(Request([3, 4, 5]), max_tokens=2)
@@ -164,11 +164,11 @@ async def test_one_that_dies_with_the_extra_buffers_computes_without(
     broken: Break, how: str, tries: list[Verdict], caplog: pytest.LogCaptureFixture
 ) -> None:
     broken("extra buffers", how)
-    config = await proven(PLAIN, "model")
+    config = await proven_config(PLAIN, "model")
     assert config.use_extra_bufts is False
     (verdict,) = tries
     assert (verdict.plain.outcome, verdict.extra.outcome) == ("works", "died")
-    await proven(PLAIN, "other")
+    await proven_config(PLAIN, "other")
     (said,) = [record.getMessage() for record in caplog.records]
     assert re.search(FAULTS[how], said)
     assert "without them, more slowly, it does" in said
@@ -180,7 +180,7 @@ async def test_one_that_computes_nonsense_with_them_computes_without(
     broken: Break, tries: list[Verdict]
 ) -> None:
     broken("numbers", "")
-    assert (await proven(PLAIN, "model")).use_extra_bufts is False
+    assert (await proven_config(PLAIN, "model")).use_extra_bufts is False
     # Where the real ones fail, too, it does not come to numbers.
     assert [verdict.extra.outcome for verdict in tries] in (["wrong"], ["died"])
 
@@ -189,7 +189,7 @@ async def test_one_that_computes_nonsense_with_them_computes_without(
 async def test_one_that_dies_anyhow_is_a_load_error(broken: Break, how: str) -> None:
     broken("compute", how)
     with pytest.raises(ModelLoadError, match=FAULTS[how]) as caught:
-        await proven(PLAIN, "some/model.gguf")
+        await proven_config(PLAIN, "some/model.gguf")
     assert caught.value.path == "some/model.gguf"
     assert "built for " in caught.value.reason
     assert "this CPU lacks " in caught.value.reason
@@ -199,8 +199,8 @@ async def test_one_that_dies_anyhow_is_a_load_error(broken: Break, how: str) -> 
 async def test_who_insists_on_the_extra_buffers_is_told(broken: Break) -> None:
     broken("extra buffers", "undefined instruction")
     with pytest.raises(ModelLoadError, match="SIGILL"):
-        await proven(EngineConfig(use_extra_bufts=True), "model")
-    assert (await proven(EngineConfig(use_extra_bufts=False), "m")).use_extra_bufts is False
+        await proven_config(EngineConfig(use_extra_bufts=True), "model")
+    assert (await proven_config(EngineConfig(use_extra_bufts=False), "m")).use_extra_bufts is False
 
 
 @pytest.mark.parametrize("how", ["undefined instruction", "abort", "hang"])
@@ -222,9 +222,9 @@ async def test_one_that_hangs_is_killed_and_told(
     monkeypatch.setattr(trial, "DEADLINE_S", 3.0)
     if where == "compute":
         with pytest.raises(ModelLoadError, match="did not end in time"):
-            await proven(PLAIN, "model")
+            await proven_config(PLAIN, "model")
     else:
-        assert (await proven(PLAIN, "model")).use_extra_bufts is False
+        assert (await proven_config(PLAIN, "model")).use_extra_bufts is False
     assert not processes_of_ours()
     assert not list(cache.glob("*")), "another time the machine may be less busy"
 
@@ -232,7 +232,7 @@ async def test_one_that_hangs_is_killed_and_told(
 async def test_cancelled_it_leaves_no_process(broken: Break) -> None:
     broken("compute", "hang")
     with trio.move_on_after(1.0) as scope:
-        await proven(PLAIN, "model")
+        await proven_config(PLAIN, "model")
     assert scope.cancelled_caught
     assert not processes_of_ours()
 
@@ -254,8 +254,8 @@ async def test_one_that_ends_by_itself_proves_nothing(
     broken: Break, caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     broken("compute", "exit")
-    config = await proven(PLAIN, "model")
-    await proven(PLAIN, "model")
+    config = await proven_config(PLAIN, "model")
+    await proven_config(PLAIN, "model")
     assert config is PLAIN
     (said,) = [record.getMessage() for record in caplog.records]
     assert "not known" in said
@@ -370,7 +370,7 @@ async def test_nothing_is_printed_and_nothing_is_left(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("TMPDIR", str(folder))
     broken("extra buffers", "abort")
-    await proven(PLAIN, "model")
+    await proven_config(PLAIN, "model")
     assert capfd.readouterr() == ("", "")
     assert list(folder.iterdir()) == [], "a core file, or a model"
     assert not processes_of_ours()
@@ -430,13 +430,13 @@ async def test_without_a_place_for_verdicts_the_engine_opens(
 
 
 async def test_a_verdict_that_cannot_be_read_is_none(cache: Path, tries: list[Verdict]) -> None:
-    await proven(PLAIN, "model")
+    await proven_config(PLAIN, "model")
     (kept,) = cache.iterdir()
     for damage in (b"", b"{", b"[]", b'{"plain": 1}', b"\xff", kept.read_bytes()[:-9]):
         kept.write_bytes(damage)
         prove._known.clear()
         tries.clear()
-        await proven(PLAIN, "model")
+        await proven_config(PLAIN, "model")
         assert len(tries) == 1
         assert kept.read_bytes() != damage
 
@@ -448,7 +448,7 @@ async def test_where_no_process_can_be_had_the_engine_opens(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(trio.lowlevel, "open_process", refuse)
-    assert await proven(PLAIN, "model") is PLAIN
+    assert await proven_config(PLAIN, "model") is PLAIN
     assert "Operation not permitted" in caplog.text
 
 
@@ -461,7 +461,7 @@ async def test_a_frozen_program_is_not_started_again(
 
     monkeypatch.setattr(trio.lowlevel, "open_process", started)
     monkeypatch.setattr(sys, name, value, raising=False)
-    assert await proven(PLAIN, "model") is PLAIN
+    assert await proven_config(PLAIN, "model") is PLAIN
 
 
 async def test_without_files_in_memory_a_folder_is_made_and_removed(
@@ -471,5 +471,5 @@ async def test_without_files_in_memory_a_folder_is_made_and_removed(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     broken("extra buffers", "undefined instruction")
     before = set(tmp_path.iterdir())
-    assert (await proven(PLAIN, "model")).use_extra_bufts is False
+    assert (await proven_config(PLAIN, "model")).use_extra_bufts is False
     assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}
