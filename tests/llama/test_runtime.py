@@ -6,10 +6,10 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 import pytest
 
-from llamad_trio.core.config import EngineConfig
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import (
     Copy,
@@ -20,7 +20,7 @@ from llamad_trio.scheduling.plan import (
     StepStatus,
     Work,
 )
-from llamad_trio.scheduling.sampling import SamplingParams
+from tests.llama.conversations import EXACT, GREEDY, opened_runtime
 from tests.models import DECODER_KINDS, proven_here
 
 if TYPE_CHECKING:
@@ -35,19 +35,7 @@ if TYPE_CHECKING:
     Logits = NDArray[np.float32]
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
-
-GREEDY = SamplingParams(
-    greedy=True,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repeat_penalty=1.0,
-    penalty_window=0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-    seed=0,
-)
+attention = pytest.mark.parametrize("kind", ["attention"])
 
 # Logits that ought to be equal differ by this much, depending on the cells they come from.
 ROUNDING = 1e-3
@@ -66,7 +54,7 @@ class Books:
 
     def __init__(self, runtime: LlamaRuntime) -> None:
         self.runtime = runtime
-        self.tokens: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
         self._has_sampler: set[int] = set()
 
     def plan(
@@ -83,7 +71,7 @@ class Books:
         self._has_sampler.update(new)
         return StepPlan(
             work=tuple(
-                Work(seq, seq, len(self.tokens.get(seq, [])), tokens, sample=True)
+                Work(seq, seq, len(self.tokens[seq]), tokens, sample=True)
                 for seq, tokens in additions
             ),
             memory=tuple(memory),
@@ -97,7 +85,7 @@ class Books:
         result = self.runtime.step(self.plan(*additions, memory=memory))
         if result.status is StepStatus.DONE:
             for seq, tokens in additions:
-                self.tokens.setdefault(seq, []).extend(tokens)
+                self.tokens[seq].extend(tokens)
         for seq in result.cleared:
             self.tokens[seq] = []
         return result
@@ -120,22 +108,23 @@ class Books:
 
 @contextmanager
 def opened(path: Path, *, n_ctx: int = 2048) -> Iterator[Books]:
-    config = EngineConfig(
-        n_threads=1,
-        n_threads_batch=1,
-        n_slots=3,
-        n_ctx=n_ctx,
-        n_batch=1024,
-        type_k="f32",
-        type_v="f32",
-        flash_attn=False,
-    )
-    runtime = LlamaRuntime(path, proven_here(config), 1, lambda fraction: True)
-    try:
-        runtime.warm_up()
+    config = attrs.evolve(proven_here(EXACT), n_ctx=n_ctx, n_batch=1024)
+    with opened_runtime(path, config) as runtime:
         yield Books(runtime)
-    finally:
-        runtime.close()
+
+
+@pytest.fixture
+def books(tiny_model: TinyModels, kind: Kind) -> Iterator[Books]:
+    """Of a tiny model of the kind that the test is for."""
+    with opened(tiny_model(kind)) as books:
+        yield books
+
+
+@pytest.fixture
+def undisturbed(tiny_model: TinyModels, kind: Kind) -> Iterator[Books]:
+    """Another like it, which computes what is expected."""
+    with opened(tiny_model(kind)) as books:
+        yield books
 
 
 # -- steps ----------------------------------------------------------------------------------
@@ -161,123 +150,104 @@ def test_a_step_samples_for_each_row_what_it_samples_alone(
 
 
 @kinds
-def test_only_rows_that_ask_for_it_are_sampled(tiny_model: TinyModels, kind: Kind) -> None:
-    with opened(tiny_model(kind)) as books:
-        plan = StepPlan(
-            work=(
-                Work(10, 0, 0, TEXT[:20], sample=False),
-                Work(11, 1, 0, TEXT[:20], sample=True),
-                Work(12, 2, 0, TEXT[:30], sample=False),
-            ),
-            new_samplers=(greedy(11),),
+def test_only_rows_that_ask_for_it_are_sampled(books: Books) -> None:
+    plan = StepPlan(
+        work=(
+            Work(10, 0, 0, TEXT[:20], sample=False),
+            Work(11, 1, 0, TEXT[:20], sample=True),
+            Work(12, 2, 0, TEXT[:30], sample=False),
+        ),
+        new_samplers=(greedy(11),),
+    )
+    result = books.runtime.step(plan)
+    assert set(result.sampled) == {11}
+    again = books.runtime.step(
+        StepPlan(
+            work=(Work(13, 1, 0, TEXT[:20], sample=True),),
+            memory=(Drop(1),),
+            old_samplers=(11,),
+            new_samplers=(greedy(13),),
         )
-        result = books.runtime.step(plan)
-        assert set(result.sampled) == {11}
-        again = books.runtime.step(
-            StepPlan(
-                work=(Work(13, 1, 0, TEXT[:20], sample=True),),
-                memory=(Drop(1),),
-                old_samplers=(11,),
-                new_samplers=(greedy(13),),
-            )
-        )
-        assert again.sampled[13] == result.sampled[11]
+    )
+    assert again.sampled[13] == result.sampled[11]
 
 
-def test_a_sampled_token_tells_its_bytes_and_whether_it_ends(tiny_model: TinyModels) -> None:
-    with opened(tiny_model("attention")) as books:
-        sampled = books.step((0, TEXT[:40])).sampled[0]
-        assert sampled.piece == books.runtime.detokenize([sampled.token]).encode()
-        assert not sampled.ends
-        ends = [
-            t for t in range(books.runtime.model.n_vocab) if books.runtime.model.ends_generation(t)
-        ]
-        assert [books.runtime.detokenize([t]) for t in ends] == ["</s>", "<|im_end|>"]
-        assert [books.runtime.model.piece(t) for t in ends] == [b"", b""]
+@attention
+def test_a_sampled_token_tells_its_bytes_and_whether_it_ends(books: Books) -> None:
+    sampled = books.step((0, TEXT[:40])).sampled[0]
+    assert sampled.piece == books.runtime.detokenize([sampled.token]).encode()
+    assert not sampled.ends
+    ends = [t for t in range(books.runtime.model.n_vocab) if books.runtime.model.ends_generation(t)]
+    assert [books.runtime.detokenize([t]) for t in ends] == ["</s>", "<|im_end|>"]
+    assert [books.runtime.model.piece(t) for t in ends] == [b"", b""]
 
 
 @kinds
-def test_whether_memory_can_go_back_is_found_out(tiny_model: TinyModels, kind: Kind) -> None:
-    with opened(tiny_model(kind)) as books:
-        assert books.runtime.facts.can_rewind == (kind in {"attention", "sliding-window"})
-        books.tokens = {0: [], 1: [], 2: []}
-        books.check()  # the warm-up has left nothing
+def test_whether_memory_can_go_back_is_found_out(books: Books, kind: Kind) -> None:
+    assert books.runtime.facts.can_rewind == (kind in {"attention", "sliding-window"})
+    books.check()  # the warm-up has left nothing
 
 
 @pytest.mark.parametrize("kind", ["attention", "sliding-window"])
-def test_a_copy_of_a_prefix_goes_on_as_a_fresh_sequence(tiny_model: TinyModels, kind: Kind) -> None:
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:60]))
-        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 50)])
-        books.check()
-        copied = books.logits(1, TEXT[:5])
-        books.step((2, TEXT[:50]))
-        books.step((2, TEXT[100:110]))
-        np.testing.assert_allclose(copied, books.logits(2, TEXT[:5]), atol=ROUNDING)
+def test_a_copy_of_a_prefix_goes_on_as_a_fresh_sequence(books: Books) -> None:
+    books.step((0, TEXT[:60]))
+    books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 50)])
+    books.check()
+    copied = books.logits(1, TEXT[:5])
+    books.step((2, TEXT[:50]))
+    books.step((2, TEXT[100:110]))
+    np.testing.assert_allclose(copied, books.logits(2, TEXT[:5]), atol=ROUNDING)
 
 
 @kinds
 def test_a_copy_of_a_whole_sequence_goes_on_exactly_as_that_would_have(
-    tiny_model: TinyModels, kind: Kind
+    books: Books, undisturbed: Books
 ) -> None:
-    with opened(tiny_model(kind)) as undisturbed:
-        undisturbed.step((0, TEXT[:60]))
-        expected = undisturbed.logits(0, TEXT[100:110])
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:60]))
-        # In the same cells: where they come from decides how llama.cpp rounds.
-        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Drop(0)])
-        books.check()
-        np.testing.assert_array_equal(books.last_logits(), expected)
+    undisturbed.step((0, TEXT[:60]))
+    expected = undisturbed.logits(0, TEXT[100:110])
+    books.step((0, TEXT[:60]))
+    # In the same cells: where they come from decides how llama.cpp rounds.
+    books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Drop(0)])
+    books.check()
+    np.testing.assert_array_equal(books.last_logits(), expected)
 
 
 @kinds
-def test_what_a_copy_goes_on_with_is_not_in_the_original(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
-    with opened(tiny_model(kind)) as undisturbed:
-        undisturbed.step((0, TEXT[:60]))
-        expected = undisturbed.logits(0, TEXT[100:110])
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:60]))
-        books.step((1, TEXT[200:230]), (2, TEXT[300:303]), memory=[Copy(0, 1, 60), Copy(0, 2, 60)])
-        books.step((1, TEXT[230:240]))
-        books.check()
-        np.testing.assert_allclose(books.logits(0, TEXT[100:110]), expected, atol=ROUNDING)
+def test_what_a_copy_goes_on_with_is_not_in_the_original(books: Books, undisturbed: Books) -> None:
+    undisturbed.step((0, TEXT[:60]))
+    expected = undisturbed.logits(0, TEXT[100:110])
+    books.step((0, TEXT[:60]))
+    books.step((1, TEXT[200:230]), (2, TEXT[300:303]), memory=[Copy(0, 1, 60), Copy(0, 2, 60)])
+    books.step((1, TEXT[230:240]))
+    books.check()
+    np.testing.assert_allclose(books.logits(0, TEXT[100:110]), expected, atol=ROUNDING)
 
 
 @kinds
-def test_a_dropped_sequence_leaves_its_copies(tiny_model: TinyModels, kind: Kind) -> None:
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:60]))
-        books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Copy(1, 2, 60), Drop(0)])
-        # Whoever comes next must not get the cells.
-        books.step((0, TEXT[300:400]))
-        books.check()
-        copied = books.logits(2, TEXT[100:110])
-        np.testing.assert_allclose(
-            books.logits(1, TEXT[:5]), books.logits(2, TEXT[:5]), atol=ROUNDING
-        )
-        books.step((0, TEXT[:60]), memory=[Drop(0)])
-        np.testing.assert_allclose(copied, books.logits(0, TEXT[100:110]), atol=ROUNDING)
+def test_a_dropped_sequence_leaves_its_copies(books: Books) -> None:
+    books.step((0, TEXT[:60]))
+    books.step((1, TEXT[100:110]), memory=[Copy(0, 1, 60), Copy(1, 2, 60), Drop(0)])
+    # Whoever comes next must not get the cells.
+    books.step((0, TEXT[300:400]))
+    books.check()
+    copied = books.logits(2, TEXT[100:110])
+    np.testing.assert_allclose(books.logits(1, TEXT[:5]), books.logits(2, TEXT[:5]), atol=ROUNDING)
+    books.step((0, TEXT[:60]), memory=[Drop(0)])
+    np.testing.assert_allclose(copied, books.logits(0, TEXT[100:110]), atol=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_what_cannot_be_copied_ends_the_step_before_it_computes(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:60]))
-        result = books.step((1, TEXT[100:110]), (2, TEXT[:5]), memory=[Copy(0, 1, 50)])
-        assert result.status is StepStatus.ABORTED
-        assert result.cleared == {1}
-        assert not result.sampled
-        books.tokens.setdefault(2, [])
-        books.check()
-        # A sequence that was emptied afterwards is not missed.
-        result = books.step((2, TEXT[:5]), memory=[Copy(0, 1, 50), Drop(1)])
-        assert result.status is StepStatus.DONE
-        books.check()
+def test_what_cannot_be_copied_ends_the_step_before_it_computes(books: Books) -> None:
+    books.step((0, TEXT[:60]))
+    result = books.step((1, TEXT[100:110]), (2, TEXT[:5]), memory=[Copy(0, 1, 50)])
+    assert result.status is StepStatus.ABORTED
+    assert result.cleared == {1}
+    assert not result.sampled
+    books.check()
+    # A sequence that was emptied afterwards is not missed.
+    result = books.step((2, TEXT[:5]), memory=[Copy(0, 1, 50), Drop(1)])
+    assert result.status is StepStatus.DONE
+    books.check()
 
 
 @pytest.mark.parametrize("kind", ["attention", "sliding-window", "hybrid"])
@@ -287,7 +257,6 @@ def test_a_full_pool_has_no_room_and_keeps_what_it_has(tiny_model: TinyModels, k
         result = books.step((1, TEXT[:100]))
         assert result.status is StepStatus.NO_ROOM
         assert not result.sampled
-        books.tokens.setdefault(1, [])
         books.check()
         assert books.step((0, TEXT[:10])).status is StepStatus.DONE
 
@@ -320,111 +289,98 @@ def test_a_window_that_was_given_away_is_noticed_before_it_is_built_on(
 
 @kinds
 def test_an_aborted_step_leaves_what_was_before_or_nothing_of_its_sequences(
-    tiny_model: TinyModels, kind: Kind
+    books: Books, undisturbed: Books
 ) -> None:
-    with opened(tiny_model(kind)) as books:
-        for seq in (0, 1, 2):
-            books.step((seq, TEXT[seq : seq + 30]))
-        books.runtime.request_abort()
-        result = books.step((0, TEXT[500:1300]), (1, TEXT[40:41]))
-        assert result.status is StepStatus.ABORTED
-        assert not result.sampled
-        # States are moved by steps of several sequences: also those of others.
-        facts = books.runtime.facts
-        assert result.cleared == (set() if facts.can_rewind else set(range(facts.n_seqs)))
-        books.check()
-        # Until it is taken back, every step is aborted.
-        assert books.step((2, TEXT[50:51])).status is StepStatus.ABORTED
-        books.check()
-        books.runtime.clear_abort()
-        reference = {}
-        with opened(tiny_model(kind)) as undisturbed:
-            for seq in (0, 1, 2):
-                undisturbed.step((seq, TEXT[seq : seq + 30]))
-                reference[seq] = undisturbed.logits(seq, TEXT[60:66])
-        for seq in (0, 1, 2):
-            missing = TEXT[seq + len(books.tokens[seq]) : seq + 30]
-            if missing:
-                books.step((seq, missing))
-            np.testing.assert_allclose(
-                books.logits(seq, TEXT[60:66]), reference[seq], atol=ROUNDING
-            )
-        books.check()
+    for seq in (0, 1, 2):
+        books.step((seq, TEXT[seq : seq + 30]))
+    books.runtime.request_abort()
+    result = books.step((0, TEXT[500:1300]), (1, TEXT[40:41]))
+    assert result.status is StepStatus.ABORTED
+    assert not result.sampled
+    # States are moved by steps of several sequences: also those of others.
+    facts = books.runtime.facts
+    assert result.cleared == (set() if facts.can_rewind else set(range(facts.n_seqs)))
+    books.check()
+    # Until it is taken back, every step is aborted.
+    assert books.step((2, TEXT[50:51])).status is StepStatus.ABORTED
+    books.check()
+    books.runtime.clear_abort()
+    reference = {}
+    for seq in (0, 1, 2):
+        undisturbed.step((seq, TEXT[seq : seq + 30]))
+        reference[seq] = undisturbed.logits(seq, TEXT[60:66])
+    for seq in (0, 1, 2):
+        missing = TEXT[seq + len(books.tokens[seq]) : seq + 30]
+        if missing:
+            books.step((seq, missing))
+        np.testing.assert_allclose(books.logits(seq, TEXT[60:66]), reference[seq], atol=ROUNDING)
+    books.check()
 
 
 @kinds
 def test_an_aborted_step_leaves_those_who_had_no_part_in_it_right_or_empty(
-    tiny_model: TinyModels, kind: Kind
+    books: Books, undisturbed: Books
 ) -> None:
     # The state of the second sequence lies between those that the step wants side by side.
     arrivals = (0, 2, 1)
-    with opened(tiny_model(kind)) as undisturbed:
-        for seq in arrivals:
-            undisturbed.step((seq, TEXT[seq : seq + 30]))
-        expected = undisturbed.logits(2, TEXT[60:66])
-    with opened(tiny_model(kind)) as books:
-        for seq in arrivals:
-            books.step((seq, TEXT[seq : seq + 30]))
-        books.runtime.request_abort()
-        assert books.step((0, TEXT[500:510]), (1, TEXT[40:50])).status is StepStatus.ABORTED
-        books.runtime.clear_abort()
-        books.check()
-        if not books.tokens[2]:
-            books.step((2, TEXT[2:32]))
-        np.testing.assert_allclose(books.logits(2, TEXT[60:66]), expected, atol=ROUNDING)
+    for seq in arrivals:
+        undisturbed.step((seq, TEXT[seq : seq + 30]))
+    expected = undisturbed.logits(2, TEXT[60:66])
+    for seq in arrivals:
+        books.step((seq, TEXT[seq : seq + 30]))
+    books.runtime.request_abort()
+    assert books.step((0, TEXT[500:510]), (1, TEXT[40:50])).status is StepStatus.ABORTED
+    books.runtime.clear_abort()
+    books.check()
+    if not books.tokens[2]:
+        books.step((2, TEXT[2:32]))
+    np.testing.assert_allclose(books.logits(2, TEXT[60:66]), expected, atol=ROUNDING)
 
 
 @kinds
 def test_an_aborted_step_of_one_sequence_costs_no_other_anything(
-    tiny_model: TinyModels, kind: Kind
+    books: Books, undisturbed: Books
 ) -> None:
-    with opened(tiny_model(kind)) as undisturbed:
-        undisturbed.step((0, TEXT[:30]))
-        expected = undisturbed.logits(0, TEXT[60:66])
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:30]))
-        books.runtime.request_abort()
-        result = books.step((1, TEXT[40:50]), memory=[Copy(0, 1, 30)])
-        books.runtime.clear_abort()
-        assert result.status is StepStatus.ABORTED
-        assert result.cleared <= {1}
-        books.check()
-        np.testing.assert_array_equal(books.logits(0, TEXT[60:66]), expected)
+    undisturbed.step((0, TEXT[:30]))
+    expected = undisturbed.logits(0, TEXT[60:66])
+    books.step((0, TEXT[:30]))
+    books.runtime.request_abort()
+    result = books.step((1, TEXT[40:50]), memory=[Copy(0, 1, 30)])
+    books.runtime.clear_abort()
+    assert result.status is StepStatus.ABORTED
+    assert result.cleared <= {1}
+    books.check()
+    np.testing.assert_array_equal(books.logits(0, TEXT[60:66]), expected)
 
 
 @kinds
-def test_a_step_that_runs_is_aborted_from_another_thread(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
-    with opened(tiny_model(kind)) as books:
-        books.step((0, TEXT[:30]))
-        statuses: set[StepStatus] = set()
-        # The flag may also come before the step or after it: each is a way to be right.
-        for attempt in range(20):
-            begin = threading.Barrier(2)
+def test_a_step_that_runs_is_aborted_from_another_thread(books: Books, undisturbed: Books) -> None:
+    books.step((0, TEXT[:30]))
+    statuses: set[StepStatus] = set()
+    # The flag may also come before the step or after it: each is a way to be right.
+    for attempt in range(20):
+        begin = threading.Barrier(2)
 
-            def abort(begin: threading.Barrier = begin) -> None:
-                begin.wait()
-                books.runtime.request_abort()
-
-            thread = threading.Thread(target=abort)
-            thread.start()
+        def abort(begin: threading.Barrier = begin) -> None:
             begin.wait()
-            result = books.step((1, TEXT[attempt : attempt + 900]))
-            thread.join()
-            books.runtime.clear_abort()
-            statuses.add(result.status)
-            books.tokens.setdefault(1, [])
-            books.check()
-            if result.status is StepStatus.DONE:
-                books.runtime._context.trim(1, 0)
-                books.tokens[1] = []
-        assert StepStatus.ABORTED in statuses
-        assert statuses <= {StepStatus.ABORTED, StepStatus.DONE}
-        after = books.logits(0, TEXT[30:33])
-    with opened(tiny_model(kind)) as undisturbed:
-        undisturbed.step((0, TEXT[:30]))
-        np.testing.assert_allclose(after, undisturbed.logits(0, TEXT[30:33]), atol=ROUNDING)
+            books.runtime.request_abort()
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        begin.wait()
+        result = books.step((1, TEXT[attempt : attempt + 900]))
+        thread.join()
+        books.runtime.clear_abort()
+        statuses.add(result.status)
+        books.check()
+        if result.status is StepStatus.DONE:
+            books.runtime._context.trim(1, 0)
+            books.tokens[1] = []
+    assert StepStatus.ABORTED in statuses
+    assert statuses <= {StepStatus.ABORTED, StepStatus.DONE}
+    after = books.logits(0, TEXT[30:33])
+    undisturbed.step((0, TEXT[:30]))
+    np.testing.assert_allclose(after, undisturbed.logits(0, TEXT[30:33]), atol=ROUNDING)
 
 
 def test_a_long_prompt_of_a_real_model_is_aborted(smollm2_path: Path) -> None:
@@ -435,7 +391,6 @@ def test_a_long_prompt_of_a_real_model_is_aborted(smollm2_path: Path) -> None:
         result = books.step((0, prompt))
         timer.join()
         assert result.status is StepStatus.ABORTED
-        books.tokens.setdefault(0, [])
         books.check()
         books.runtime.clear_abort()
         assert books.step((0, prompt[:10])).status is StepStatus.DONE
@@ -444,38 +399,38 @@ def test_a_long_prompt_of_a_real_model_is_aborted(smollm2_path: Path) -> None:
 # -- failures -------------------------------------------------------------------------------
 
 
+@attention
 def test_logits_that_are_no_numbers_fail_only_their_request(
-    tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
+    books: Books, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tiny_model("attention")) as books:
-        context = books.runtime._context
-        get_logits = type(context).logits
+    context = books.runtime._context
+    get_logits = type(context).logits
 
-        def spoil(n_outputs: int) -> Logits:
-            logits = get_logits(context, n_outputs)
-            logits[0, 5] = np.nan
-            return logits
+    def spoil(n_outputs: int) -> Logits:
+        logits = get_logits(context, n_outputs)
+        logits[0, 5] = np.nan
+        return logits
 
-        monkeypatch.setattr(context, "logits", spoil)
-        result = books.step((0, TEXT[:5]), (1, TEXT[:5]))
-        assert result.status is StepStatus.DONE
-        assert set(result.failures) == {0}
-        assert set(result.sampled) == {1}
+    monkeypatch.setattr(context, "logits", spoil)
+    result = books.step((0, TEXT[:5]), (1, TEXT[:5]))
+    assert result.status is StepStatus.DONE
+    assert set(result.failures) == {0}
+    assert set(result.sampled) == {1}
 
 
+@attention
 def test_a_batch_that_llama_cpp_refuses_fails_and_clears_its_sequences(
-    tiny_model: TinyModels,
+    books: Books,
 ) -> None:
-    with opened(tiny_model("attention")) as books:
-        books.step((0, TEXT[:10]))
-        books.step((1, TEXT[:10]))
-        # Positions with a gap.
-        result = books.runtime.step(StepPlan(work=(Work(0, 0, 50, TEXT[:5], sample=True),)))
-        assert result.status is StepStatus.FAILED
-        assert result.reason
-        books.tokens[0] = []
-        books.check()
-        assert books.step((0, TEXT[:5])).status is StepStatus.DONE
+    books.step((0, TEXT[:10]))
+    books.step((1, TEXT[:10]))
+    # Positions with a gap.
+    result = books.runtime.step(StepPlan(work=(Work(0, 0, 50, TEXT[:5], sample=True),)))
+    assert result.status is StepStatus.FAILED
+    assert result.reason
+    books.tokens[0] = []
+    books.check()
+    assert books.step((0, TEXT[:5])).status is StepStatus.DONE
 
 
 # -- vocabulary -----------------------------------------------------------------------------
@@ -510,13 +465,13 @@ def test_pieces_are_the_bytes_of_the_text(smollm2: LlamaRuntime) -> None:
     assert b"".join(pieces) == text.encode()
 
 
-def test_control_tokens_are_parsed_only_when_asked_for(tiny_model: TinyModels) -> None:
-    with opened(tiny_model("attention")) as books:
-        tokenize = books.runtime.tokenize
-        (marker,) = tokenize("<|im_end|>", add_special=False, parse_special=True)
-        assert marker not in tokenize("<|im_end|>", add_special=False, parse_special=False)
-        plain = tokenize("the", add_special=False, parse_special=False)
-        assert tokenize("the", add_special=True, parse_special=False) == [1, *plain]
+@attention
+def test_control_tokens_are_parsed_only_when_asked_for(books: Books) -> None:
+    tokenize = books.runtime.tokenize
+    (marker,) = tokenize("<|im_end|>", add_special=False, parse_special=True)
+    assert marker not in tokenize("<|im_end|>", add_special=False, parse_special=False)
+    plain = tokenize("the", add_special=False, parse_special=False)
+    assert tokenize("the", add_special=True, parse_special=False) == [1, *plain]
 
 
 # -- the log --------------------------------------------------------------------------------
