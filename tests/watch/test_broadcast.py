@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 from hypothesis import given, strategies as st
+from trio.testing import MockClock
 
 from llamad_trio.core.engine_events import EngineStopped, FirstToken, Lagged
 from llamad_trio.core.errors import InferenceError
@@ -231,7 +232,7 @@ class Refused:
 
 
 async def test_a_source_that_is_stuck_keeps_a_reader_for_a_bounded_time(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     broadcast = Broadcast()
     began = trio.current_time()
@@ -243,7 +244,7 @@ async def test_a_source_that_is_stuck_keeps_a_reader_for_a_bounded_time(
 
 
 async def test_a_source_that_is_stuck_keeps_no_other_from_being_attached(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     broadcast, healthy = Broadcast(), Healthy()
     with broadcast.fed_by(Stuck()), broadcast.fed_by(healthy):
@@ -261,7 +262,7 @@ async def test_a_source_that_is_stuck_keeps_no_other_from_being_attached(
 
 
 async def test_a_source_that_cannot_be_attached_is_told_although_another_is_stuck(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     broadcast = Broadcast()
     async with broadcast.subscribe() as other:
@@ -276,7 +277,7 @@ async def test_a_source_that_cannot_be_attached_is_told_although_another_is_stuc
 
 
 async def test_the_events_of_a_source_that_was_stuck_come_once_it_answers(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     elsewhere, here = Broadcast(), Broadcast()
     answers = trio.Event()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from llamad_trio import InferenceError
 from llamad_trio.core.engine_events import (
@@ -142,7 +143,7 @@ async def test_only_the_chosen_events_are_logged(logger: logging.Logger, lines: 
 
 
 async def test_by_default_it_is_how_requests_and_engines_fared(
-    logger: logging.Logger, lines: Lines, autojump_clock: trio.testing.MockClock
+    logger: logging.Logger, lines: Lines, autojump_clock: MockClock
 ) -> None:
     async with trio.open_nursery() as nursery, open_scripted_engine({"good": "yes"}) as engine:
         await nursery.start(partial(log_events, engine, logger=logger))

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from trio.testing import MockClock
 
 from llamad_trio import InferenceError, UnsupportedFeature
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
@@ -69,9 +70,7 @@ def seconds(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-async def test_a_completed_request_is_a_span_with_its_usage(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_a_completed_request_is_a_span_with_its_usage(autojump_clock: MockClock) -> None:
     recorded = Recorded()
     model = ScriptedModel("yes", decode_s=1)
     async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
@@ -96,9 +95,7 @@ async def test_a_completed_request_is_a_span_with_its_usage(
     assert (first.timestamp - span.start_time) / 1e9 == pytest.approx(1)
 
 
-async def test_a_span_is_the_child_of_the_one_it_was_asked_in(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_a_span_is_the_child_of_the_one_it_was_asked_in(autojump_clock: MockClock) -> None:
     recorded = Recorded()
     tracer = recorded.tracer_provider.get_tracer("of the application")
     contexts = []
@@ -122,9 +119,7 @@ async def test_a_span_is_the_child_of_the_one_it_was_asked_in(
     assert not trace.get_current_span().is_recording(), "nothing is left behind"
 
 
-async def test_a_failure_is_an_error_and_a_cancel_is_not(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_a_failure_is_an_error_and_a_cancel_is_not(autojump_clock: MockClock) -> None:
     recorded = Recorded()
     model = ScriptedModel({"good": "yes"}, decode_s=1)
     async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
@@ -145,7 +140,7 @@ async def test_a_failure_is_an_error_and_a_cancel_is_not(
 
 
 async def test_metrics_have_the_names_and_units_of_the_conventions(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     recorded = Recorded()
     model = ScriptedModel({"good": "yes"}, decode_s=1)
@@ -171,7 +166,7 @@ async def test_metrics_have_the_names_and_units_of_the_conventions(
 
 
 async def test_what_only_scores_has_no_first_token_and_no_reason_to_finish(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     recorded = Recorded()
     async with trio.open_nursery() as nursery, open_scripted_engine("yes") as engine:

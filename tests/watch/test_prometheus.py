@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
+from trio.testing import MockClock
 
 from llamad_trio import EngineSpec, InferenceError, ModelLoadError, connect, serve_unix
 from llamad_trio.core.engine_events import EngineFailed, EngineRestarted, Lagged, RequestFailed
@@ -37,9 +38,7 @@ def of(samples: Samples, name: str, **labels: str) -> float:
     return samples[f"llamad_{name}", frozenset({"engine": "", **labels}.items())]
 
 
-async def test_the_statistics_are_there_as_they_are(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_the_statistics_are_there_as_they_are(autojump_clock: MockClock) -> None:
     model = ScriptedModel("yes", decode_s=1)
     async with open_scripted_engine(model, n_slots=2) as engine:
         metrics = EngineMetrics(lambda: {"": engine.stats()})
@@ -67,9 +66,7 @@ async def test_the_statistics_are_there_as_they_are(
         assert of(ended, "preemptions_total") == stats.preemptions
 
 
-async def test_distributions_come_from_the_events(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_distributions_come_from_the_events(autojump_clock: MockClock) -> None:
     model = ScriptedModel({"good": "yes"}, decode_s=1)
     async with trio.open_nursery() as nursery, open_scripted_engine(model, n_slots=1) as engine:
         metrics = EngineMetrics(lambda: {"": engine.stats()})
@@ -109,7 +106,7 @@ async def test_what_a_supervisor_tells_is_counted() -> None:
 
 
 async def test_every_metric_is_in_the_documents_and_every_one_there_is_told(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     async with trio.open_nursery() as nursery, open_scripted_engine("yes") as engine:
         metrics = EngineMetrics(lambda: {"": engine.stats()})
@@ -136,9 +133,7 @@ async def test_every_metric_is_in_the_documents_and_every_one_there_is_told(
     assert told == set(re.findall(r"`(llamad_\w+)`", "".join(table)))
 
 
-async def test_engines_are_told_apart_and_may_come_and_go(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_engines_are_told_apart_and_may_come_and_go(autojump_clock: MockClock) -> None:
     stats: dict[str, EngineStats] = {}
     metrics = EngineMetrics(lambda: stats)
     async with open_scripted_engine("yes") as engine:
@@ -188,7 +183,7 @@ async def test_a_scrape_asks_engines_that_are_elsewhere(tmp_path: Path) -> None:
 
 
 async def test_engines_that_do_not_answer_are_waited_for_together(
-    autojump_clock: trio.testing.MockClock,
+    autojump_clock: MockClock,
 ) -> None:
     async with open_scripted_engine("yes") as engine:
         silent = {name: SilentEngine(engine) for name in "abc"}
