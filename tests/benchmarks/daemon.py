@@ -15,8 +15,8 @@ from pathlib import Path
 
 import trio
 
-from llamad_trio import EngineLike, RemoteEngine, Request, connect, open_engine
-from tests.benchmarks.streams import seconds_of
+from llamad_trio import EngineLike, RemoteEngine, connect, open_engine
+from tests.benchmarks.streams import count_to, speed_ratios
 
 PAIRS = 5
 
@@ -51,28 +51,20 @@ async def running_daemon(model: str, n_slots: int) -> AsyncIterator[str]:
 
 async def socket_ratio(model: str) -> dict[str, float]:
     """Tokens/s of streams through the socket against the same in-process, in turns."""
-    ratios: dict[int, list[float]] = {1: [], 8: []}
     async with (
         running_daemon(model, 8) as path,
         connect(path) as remote,
         open_engine(model, n_slots=8, kv_cache=False) as local,
     ):
-        for n_streams in ratios:
-            await seconds_of([(remote, n_streams)])
-            await seconds_of([(local, n_streams)])
-            for _ in range(PAIRS):
-                through_s = await seconds_of([(remote, n_streams)])
-                ratios[n_streams].append(await seconds_of([(local, n_streams)]) / through_s)
-    return {f"at {n}": statistics.median(of_n) for n, of_n in ratios.items()}
+        return await speed_ratios(remote, local, PAIRS)
 
 
 async def socket_latency(model: str) -> dict[str, float]:
     """Time that a request for one token takes longer through the socket."""
-    request = Request("One, two,", raw=True, temperature=0, max_tokens=1)
 
     async def seconds(eng: EngineLike) -> float:
         began = trio.current_time()
-        await eng.complete(request)
+        await eng.complete(count_to(1))
         return trio.current_time() - began
 
     added = []

@@ -11,30 +11,15 @@ from functools import partial
 
 import trio
 
-from llamad_trio import Engine, Request, blocking, open_engine
+from llamad_trio import Engine, blocking, open_engine
+from tests.benchmarks.streams import N_TOKENS, count_to, seconds_of
 
 PAIRS = 15
-N_TOKENS = 64
-
-
-def _asked(index: int) -> Request:
-    return Request(f"{index} One, two, three, ", raw=True, temperature=0, max_tokens=N_TOKENS)
-
-
-async def _read_inside(eng: Engine, n_streams: int) -> None:
-    async def read(index: int) -> None:
-        async with eng.stream(_asked(index)) as pieces:
-            async for _ in pieces:
-                pass
-
-    async with trio.open_nursery() as nursery:
-        for index in range(n_streams):
-            nursery.start_soon(read, index)
 
 
 def _read_outside(eng: blocking.BlockingEngine, n_streams: int) -> None:
     def read(index: int) -> None:
-        with eng.stream(_asked(index)) as pieces:
+        with eng.stream(count_to(N_TOKENS, index)) as pieces:
             for _ in pieces:
                 pass
 
@@ -45,7 +30,7 @@ def _read_outside(eng: blocking.BlockingEngine, n_streams: int) -> None:
         list(pool.map(read, range(n_streams)))
 
 
-def _seconds(read: Callable[[], None]) -> float:
+def _seconds(read: Callable[[], object]) -> float:
     began = time.perf_counter()
     read()
     return time.perf_counter() - began
@@ -66,9 +51,8 @@ def _ratios(model: str) -> dict[str, float]:
         inside, token = engines[0]
         for n_streams, of_n in ratios.items():
             read_outside = partial(_read_outside, outside, n_streams)
-            read_inside = partial(
-                trio.from_thread.run, _read_inside, inside, n_streams, trio_token=token
-            )
+            streams = [(inside, n_streams)]
+            read_inside = partial(trio.from_thread.run, seconds_of, streams, trio_token=token)
             read_outside()
             read_inside()
             for turn in range(PAIRS):

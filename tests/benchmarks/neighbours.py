@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import trio
 
 from llamad_trio import EngineConfig, EngineLike, open_engine
-from tests.benchmarks.streams import seconds_of
+from tests.benchmarks.streams import seconds_of, speed_ratio
 
 QUIET_PAIRS = 15
 BUSY_PAIRS = 5
@@ -38,12 +37,15 @@ async def busy_neighbour(model: str) -> dict[str, float]:
     ):
         # On one lane: a second one would be a neighbour, too.
         for n_streams in (1, 4):
-            found[f"quiet at {n_streams}"] = await _ratio([ours], [fixed], n_streams, QUIET_PAIRS)
+            found[f"quiet at {n_streams}"] = await speed_ratio(
+                [ours], [fixed], n_streams, QUIET_PAIRS, N_TOKENS
+            )
         with _busy_process():
             await _generate([ours], 1, for_s=SETTLES_S)
             for n_streams in (1, 4):
-                ratio = await _ratio([ours], [fixed], n_streams, BUSY_PAIRS)
-                found[f"busy at {n_streams}"] = ratio
+                found[f"busy at {n_streams}"] = await speed_ratio(
+                    [ours], [fixed], n_streams, BUSY_PAIRS, N_TOKENS
+                )
         back_s = []
         for _ in range(RECOVERIES):
             with _busy_process():
@@ -65,27 +67,7 @@ async def _two_processes(model: str, config: EngineConfig) -> float:
         ours = [await opened(), await opened()]
         fixed = [await opened(adaptive_threads=False), await opened(adaptive_threads=False)]
         await _generate(ours, 1, for_s=SETTLES_S)
-        return await _ratio(ours, fixed, 1, BUSY_PAIRS, FEW_TOKENS)
-
-
-async def _ratio(
-    ours: Sequence[EngineLike],
-    fixed: Sequence[EngineLike],
-    n_streams: int,
-    n_pairs: int,
-    n_tokens: int = N_TOKENS,
-) -> float:
-    """Median of pairs: the seconds of one against those of the other for the same tokens."""
-    ratios = []
-    for i in range(n_pairs):
-        seconds: dict[bool, float] = {}
-        for is_ours in (False, True) if i % 2 else (True, False):
-            engines = ours if is_ours else fixed
-            seconds[is_ours] = await seconds_of(
-                [(engine, n_streams) for engine in engines], n_tokens
-            )
-        ratios.append(seconds[False] / seconds[True])
-    return statistics.median(ratios)
+        return await speed_ratio(ours, fixed, 1, BUSY_PAIRS, FEW_TOKENS)
 
 
 async def _generate(engines: Sequence[EngineLike], n_streams: int, *, for_s: float) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 import trio
 
 from llamad_trio import Engine, Request, open_engine
+from llamad_trio.bench import TEXT
 from llamad_trio.bench.prefix import run_prefix_bench
 from llamad_trio.bench.speed import run_bench
 from tests.benchmarks.constrained import (
@@ -36,8 +37,8 @@ from tests.benchmarks.facades import blocking_ratio
 from tests.benchmarks.lanes import own_lanes
 from tests.benchmarks.neighbours import busy_neighbour
 from tests.benchmarks.several import isolation_ratio, neighbour_ratio, restart_delay
+from tests.benchmarks.streams import complete_all
 
-WORDS = "One, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, "
 MIB = 1 << 20
 
 
@@ -52,7 +53,7 @@ def rss_bytes() -> int:
 
 
 async def prompt_of(eng: Engine, n_tokens: int, *, first: str = "") -> list[int]:
-    return (await eng.tokenize(first + WORDS * (n_tokens // 8 + 1)))[:n_tokens]
+    return (await eng.tokenize(first + TEXT * (n_tokens // 8 + 1)))[:n_tokens]
 
 
 async def decode_ratio(model: str) -> dict[str, float]:
@@ -92,7 +93,7 @@ async def loop_lag(model: str) -> dict[str, float]:
     lags: list[float] = []
     async with open_engine(model, n_slots=8, kv_cache=False) as eng:
         prompts = [await prompt_of(eng, 200, first=f"{i} ") for i in range(8)]
-        long_text = WORDS * 60
+        long_text = TEXT * 60
 
         async def measure() -> None:
             while True:
@@ -167,10 +168,8 @@ async def shared_prefill(model: str) -> dict[str, float]:
     """Prompt tokens computed for 8 simultaneous requests that share 1,000 tokens."""
     async with open_engine(model, n_slots=8) as eng:
         shared = await prompt_of(eng, 1000)
-        async with trio.open_nursery() as nursery:
-            for i in range(8):
-                own = await prompt_of(eng, 20, first=f"{i} ")
-                nursery.start_soon(eng.complete, Request(shared + own, max_tokens=4))
+        prompts = [shared + await prompt_of(eng, 20, first=f"{i} ") for i in range(8)]
+        await complete_all(eng, [Request(prompt, max_tokens=4) for prompt in prompts])
         return {"computed": eng.stats().prefill_tokens}
 
 
@@ -180,11 +179,9 @@ async def cache_cost(model: str) -> dict[str, float]:
     for _ in range(4):
         for kv_cache in speeds:
             async with open_engine(model, n_slots=4, kv_cache=kv_cache) as eng:
-                async with trio.open_nursery() as nursery:
-                    for i in range(4):
-                        prompt = await prompt_of(eng, 32, first=f"{i} ")
-                        request = Request(prompt, temperature=0, max_tokens=96)
-                        nursery.start_soon(eng.complete, request)
+                prompts = [await prompt_of(eng, 32, first=f"{i} ") for i in range(4)]
+                requests = [Request(prompt, temperature=0, max_tokens=96) for prompt in prompts]
+                await complete_all(eng, requests)
                 stats = eng.stats()
                 speeds[kv_cache].append(stats.decode_tokens / stats.decode_s)
     ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
@@ -218,10 +215,8 @@ async def memory_on_top(model: str) -> dict[str, float]:
     before = rss_bytes()
     with kv_sizes() as kv:
         async with open_engine(model) as eng:
-            async with trio.open_nursery() as nursery:
-                for i in range(4):
-                    request = Request(await prompt_of(eng, 900, first=f"{i} "), max_tokens=32)
-                    nursery.start_soon(eng.complete, request)
+            prompts = [await prompt_of(eng, 900, first=f"{i} ") for i in range(4)]
+            await complete_all(eng, [Request(prompt, max_tokens=32) for prompt in prompts])
             grown = rss_bytes() - before
             file_bytes = eng.info.file_bytes
     on_top = grown - file_bytes - sum(kv) * MIB

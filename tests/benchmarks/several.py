@@ -10,13 +10,8 @@ from pathlib import Path
 
 import trio
 
-from llamad_trio import (
-    EngineSpec,
-    LlamadError,
-    open_engine,
-    open_models,
-)
-from tests.benchmarks.streams import seconds_of
+from llamad_trio import EngineSpec, LlamadError, open_engine, open_models
+from tests.benchmarks.streams import seconds_of, speed_ratios
 
 PAIRS = 5
 OTHER = "gemma3-270m"
@@ -37,18 +32,11 @@ async def neighbour_ratio(model: str) -> dict[str, float]:
 
 async def isolation_ratio(model: str) -> dict[str, float]:
     """Tokens/s of an engine in a process of its own, against in this one, in turns."""
-    ratios: dict[int, list[float]] = {1: [], 8: []}
     async with (
         open_engine(model, isolation="process", n_slots=8, kv_cache=False) as apart,
         open_engine(model, n_slots=8, kv_cache=False) as here,
     ):
-        for n_streams in ratios:
-            await seconds_of([(apart, n_streams)])
-            await seconds_of([(here, n_streams)])
-            for _ in range(PAIRS):
-                through = await seconds_of([(apart, n_streams)])
-                ratios[n_streams].append(await seconds_of([(here, n_streams)]) / through)
-    return {f"at {n}": statistics.median(of_n) for n, of_n in ratios.items()}
+        return await speed_ratios(apart, here, PAIRS)
 
 
 async def restart_delay(model: str) -> dict[str, float]:

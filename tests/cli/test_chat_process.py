@@ -108,19 +108,27 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+def ask(
+    tmp_path: Path, *args: str, typed: str = "", **variables: str
+) -> subprocess.CompletedProcess[bytes]:
+    """The command line with these arguments and this input."""
+    return subprocess.run(
+        [sys.executable, "-m", "llamad_trio", *args],
+        input=typed.encode(),
+        capture_output=True,
+        env={**environment(tmp_path), **variables},
+        timeout=120,
+        check=False,
+    )
+
+
 def test_a_pipe_gets_answers_and_nothing_else(tiny_model: TinyModels, tmp_path: Path) -> None:
     path = tiny_model("attention", can_end=True)
     saved = tmp_path / "saved.json"
     (tmp_path / "other.gguf").symlink_to(path)
     args = ["chat", "-m", str(path), "-n", "20", "--seed", "1", "-s", "be brief"]
-    result = subprocess.run(
-        [sys.executable, "-m", "llamad_trio", *args],
-        input=f"hello\n/stats\n/model ~/other.gguf\nagain\n/save {saved}".encode(),
-        capture_output=True,
-        env=environment(tmp_path),
-        timeout=120,
-        check=False,
-    )
+    typed = f"hello\n/stats\n/model ~/other.gguf\nagain\n/save {saved}"
+    result = ask(tmp_path, *args, typed=typed)
     assert result.returncode == 0
     messages = json.loads(saved.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system", *["user", "assistant"] * 2]
@@ -136,14 +144,8 @@ def test_a_pipe_gets_answers_and_nothing_else(tiny_model: TinyModels, tmp_path: 
 
 def test_what_the_encoding_has_not_does_not_end_it(tiny_model: TinyModels, tmp_path: Path) -> None:
     wild = ["-t", "2", "--top-k", "0", "--top-p", "1", "--seed", "1", "-n", "300"]
-    result = subprocess.run(
-        [sys.executable, "-m", "llamad_trio", "chat", "-m", str(tiny_model("attention")), *wild],
-        input=b"hello\n",
-        capture_output=True,
-        env={**environment(tmp_path), "PYTHONIOENCODING": "ascii"},
-        timeout=120,
-        check=False,
-    )
+    args = ("chat", "-m", str(tiny_model("attention")), *wild)
+    result = ask(tmp_path, *args, typed="hello\n", PYTHONIOENCODING="ascii")
     assert result.returncode == 0
     assert b"?" in result.stdout  # in place of a stray byte's U+FFFD
     assert result.stderr == b"cut off after 300 tokens\n"
@@ -157,9 +159,6 @@ def test_help_lists_the_options_in_their_order() -> None:
     assert places == sorted(places)
 
 
-COMMAND = (sys.executable, "-m", "llamad_trio")
-
-
 @pytest.fixture(scope="module")
 def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The socket of a daemon with the models one, two and, not loaded yet, lazy."""
@@ -169,18 +168,6 @@ def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
     config.write_text(f"[models.one]\n{path}[models.two]\n{path}[models.lazy]\n{path}load = 'lazy'")
     with running_daemon(folder / "daemon.sock", "--config", config) as process:
         yield process.path
-
-
-def ask(tmp_path: Path, *args: str, typed: str = "") -> subprocess.CompletedProcess[bytes]:
-    """The command line with these arguments and this input."""
-    return subprocess.run(
-        [*COMMAND, *args],
-        input=typed.encode(),
-        capture_output=True,
-        env=environment(tmp_path),
-        timeout=60,
-        check=False,
-    )
 
 
 def test_a_daemon_answers_and_has_other_models(daemon: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,21 +86,36 @@ def test_a_prompt_that_is_no_text_is_one_line(tiny_model: TinyModels) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_ctrl_c_stops_at_once_with_130(tiny_model: TinyModels) -> None:
+@contextmanager
+def endless(tiny_model: TinyModels, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A `complete` that goes on and on, and has begun."""
     model = str(tiny_model("attention", n_ctx_train=100_000))
-    args = ["complete", "the cat", "-m", model, "-n", "90000", "--raw"]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "llamad_trio", *args, "--temperature", "2"],
+    command = ["complete", "the cat", "-m", model, "-n", "90000", "--raw", *args]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "llamad_trio", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "LLAMAD_N_THREADS": "1", "LLAMAD_N_CTX": "100000"},
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(1)  # it is generating
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.strip() == b""
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        yield process
+
+
+def test_ctrl_c_stops_at_once_with_130(tiny_model: TinyModels) -> None:
+    with endless(tiny_model, "--temperature", "2") as process:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.strip()) == (130, b"")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tiny_model: TinyModels) -> None:
+    with endless(tiny_model) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 1
 
 
 def test_ctrl_c_stops_a_plain_loop_of_bench(
@@ -143,25 +159,6 @@ def test_ctrl_c_during_the_imports_is_130_too(start: str) -> None:
     command = [sys.executable, "-c", interrupt + code[start]]
     result = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (130, b"")
-
-
-def test_a_reader_that_leaves_ends_it_quietly(tiny_model: TinyModels) -> None:
-    model = str(tiny_model("attention", n_ctx_train=100_000))
-    args = ["complete", "the cat", "-m", model, "-n", "90000", "--raw"]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "llamad_trio", *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "LLAMAD_N_THREADS": "1", "LLAMAD_N_CTX": "100000"},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.read(1)
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 1
-    assert errors == b""
 
 
 def test_inspect_tells_what_a_file_is(command_line: CommandLine, tiny_model: TinyModels) -> None:

@@ -133,25 +133,31 @@ def test_a_daemon_with_nothing_loaded_is_shown() -> None:
     ]
 
 
-def test_the_threads_that_compute_are_told() -> None:
-    assert line("threads", drawn(None, daemon(n_threads=1))) == "1 for decode, 2 for prompts"
+HALF = {"free": 256, "prefill": 0, "decode": 256, "paused": 0}
+LIMITED = EngineConfig(n_ctx=4096, max_queue=64)
 
 
-def test_each_slot_is_a_cell_by_its_state() -> None:
-    lines = drawn(None, daemon())
-    assert line("slots", lines) == "[DDDP==..]"
-    assert "3 decode, 1 prefill, 2 paused, 2 free" in lines
-
-
-def test_many_slots_share_the_cells() -> None:
-    lines = drawn(None, daemon(slots={"free": 256, "prefill": 0, "decode": 256, "paused": 0}))
-    assert line("slots", lines) == f"[{'D' * 32}{'.' * 32}]"
-
-
-def test_the_pool_is_a_bar_of_used_retained_and_free() -> None:
-    lines = drawn(None, daemon())
-    assert line("KV pool", lines) == f"[{'|' * 8}{':' * 16}{'.' * 8}]"
-    assert "1,024 used, 2,048 retained, 1,024 free of 4,096 tokens" in lines
+@pytest.mark.parametrize(
+    ("changes", "name", "told"),
+    [
+        ({"n_threads": 1}, "threads", "1 for decode, 2 for prompts"),
+        ({}, "slots", "[DDDP==..]"),
+        ({"slots": HALF}, "slots", f"[{'D' * 32}{'.' * 32}]"),  # many share the cells
+        ({"slots": {}}, "slots", "[]"),
+        ({}, "3 decode, 1 prefill, 2 paused,", "2 free"),
+        ({}, "KV pool", f"[{'|' * 8}{':' * 16}{'.' * 8}]"),
+        ({}, "1,024 used, 2,048 retained, 1,024 free of", "4,096 tokens"),
+        # A pool whose size is not told is the sum of its parts.
+        ({"config": EngineConfig()}, "1,024 used, 2,048 retained, 1,024 free of", "4,096 tokens"),
+        ({}, "queue", "5 waiting"),
+        ({"config": LIMITED}, "queue", "5 of 64 waiting"),
+        ({}, "cached", "25% of prompt tokens"),
+        ({"cached_tokens": 0, "prefill_tokens": 0}, "cached", "- of prompt tokens"),
+        ({}, "requests", "1,234 completed, 2 failed, 3 cancelled"),
+    ],
+)
+def test_a_line_tells_its_share(changes: dict[str, Any], name: str, told: str) -> None:
+    assert line(name, drawn(None, daemon(**changes))) == told
 
 
 @pytest.mark.parametrize(
@@ -163,33 +169,31 @@ def test_a_bar_keeps_its_length(used: int, retained: int) -> None:
     assert (used + retained < 4096) == ("." in bar)
 
 
-def test_a_pool_whose_size_is_not_told_is_the_sum_of_its_parts() -> None:
-    assert any("of 4,096 tokens" in text for text in drawn(None, daemon(config=EngineConfig())))
+LATER: dict[str, Any] = {
+    "decode_tokens": 1100,
+    "prefill_tokens": 3300,
+    "decode_s": 2.5,
+    "prefill_s": 1.25,
+}
 
 
-def test_the_queue_is_shown_with_its_limit() -> None:
-    assert line("queue", drawn(None, daemon())) == "5 waiting"
-    limited = EngineConfig(n_ctx=4096, max_queue=64)
-    assert line("queue", drawn(None, daemon(config=limited))) == "5 of 64 waiting"
-
-
-def test_speeds_are_the_difference_of_two_snapshots_over_the_time_between() -> None:
-    later = daemon(
-        102.0, decode_tokens=1100, prefill_tokens=3300, decode_s=2.5, prefill_s=1.25, steps=60
-    )
-    assert line("speed", drawn(daemon(), later, 2.0)) == (
-        "decode 50.0 tok/s, prefill 1,500.0 tok/s, busy 38%"
-    )
-
-
-def test_an_idle_engine_has_no_speed_and_is_not_busy() -> None:
-    assert line("speed", drawn(daemon(), daemon(101.0))) == (
-        "decode 0.0 tok/s, prefill 0.0 tok/s, busy 0%"
-    )
-
-
-def test_a_step_that_began_before_the_interval_makes_nobody_busier_than_busy() -> None:
-    assert line("speed", drawn(daemon(), daemon(decode_s=7.0))).endswith("busy 100%")
+@pytest.mark.parametrize(
+    ("current", "seconds", "told"),
+    [
+        (
+            daemon(102.0, **LATER, steps=60),
+            2.0,
+            "decode 50.0 tok/s, prefill 1,500.0 tok/s, busy 38%",
+        ),
+        (daemon(101.0), 1.0, "decode 0.0 tok/s, prefill 0.0 tok/s, busy 0%"),
+        # A step that began before the interval makes nobody busier than busy.
+        (daemon(decode_s=7.0), 1.0, "decode 0.0 tok/s, prefill 0.0 tok/s, busy 100%"),
+    ],
+)
+def test_speeds_are_the_difference_of_two_snapshots_over_the_time_between(
+    current: DaemonStats, seconds: float, told: str
+) -> None:
+    assert line("speed", drawn(daemon(), current, seconds)) == told
 
 
 @pytest.mark.parametrize(
@@ -208,20 +212,6 @@ def test_without_a_snapshot_to_compare_with_speeds_are_left_open(
     assert line("speed", drawn(previous, current, seconds)) == (
         "decode - tok/s, prefill - tok/s, busy -"
     )
-
-
-def test_the_share_of_cached_prompt_tokens_is_shown() -> None:
-    assert line("cached", drawn(None, daemon())) == "25% of prompt tokens"
-    fresh = daemon(cached_tokens=0, prefill_tokens=0)
-    assert line("cached", drawn(None, fresh)) == "- of prompt tokens"
-
-
-def test_requests_are_counted_by_outcome() -> None:
-    assert line("requests", drawn(None, daemon())) == "1,234 completed, 2 failed, 3 cancelled"
-
-
-def test_an_engine_without_slots_or_states_is_shown_all_the_same() -> None:
-    assert line("slots", drawn(None, daemon(slots={}))) == "[]"
 
 
 def test_a_name_can_neither_drive_the_terminal_nor_style_the_view() -> None:
