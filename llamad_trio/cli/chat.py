@@ -34,7 +34,7 @@ def chat_command(
     """
     import trio
 
-    from llamad_trio.cli.chat_loop import Chat
+    from llamad_trio.cli.chat_loop import ChatLoop
     from llamad_trio.cli.chat_terminal import Lines, Prompt, Screen, open_history
     from llamad_trio.cli.history import Conversation
 
@@ -47,7 +47,7 @@ def chat_command(
     screen = Screen(sys.stdout, sys.stdout if is_terminal else sys.stderr)
     reader = Prompt(open_history()) if is_terminal else Lines(sys.stdin.fileno())
     opener = partial(engine_for, socket=socket)
-    chat = Chat(opener, reader, screen, conversation, without_none(fields))
+    chat = ChatLoop(opener, reader, screen, conversation, without_none(fields))
     status = trio.run(chat.run, model)
     if status:
         raise SystemExit(status)

@@ -29,7 +29,7 @@ from llamad_trio.cli.history import (
     COMMANDS,
     Command,
     Conversation,
-    Reply,
+    PartialReply,
     Say,
     one_line,
     parse,
@@ -56,7 +56,7 @@ class _Opened:
     close: trio.Event
 
 
-class Chat:
+class ChatLoop:
     """One conversation.
 
     Args:
@@ -164,7 +164,7 @@ class Chat:
                 self._note(one_line(error))
 
     async def _answer(self, engine: EngineLike, text: str) -> None:
-        reply = Reply()
+        reply = PartialReply()
         with self._interruptible():
             await self._receive(engine, text, reply)
         self._conversation.keep(text, reply)
@@ -174,7 +174,7 @@ class Chat:
             self._note(f"cut off after {reply.completion.generated_tokens} tokens")
         self._screen.end_line()
 
-    async def _receive(self, engine: EngineLike, text: str, reply: Reply) -> None:
+    async def _receive(self, engine: EngineLike, text: str, reply: PartialReply) -> None:
         """Show an answer as it comes.  Where it does not fit, the oldest exchanges go."""
         too_many = 0
         while reply.completion is None:

@@ -46,7 +46,7 @@ class Command:
 
 
 @attrs.define
-class Reply:
+class PartialReply:
     """What has been received of an answer.
 
     Attributes:
@@ -110,7 +110,7 @@ class Conversation:
         history = self.history[2 * without :]
         return Request(text, system=self.system, history=history, session=self._session, **fields)
 
-    def keep(self, text: str, reply: Reply) -> None:
+    def keep(self, text: str, reply: PartialReply) -> None:
         """Add an exchange, unless it was stopped before the answer began."""
         self.last = reply.completion or self.last
         if reply.text or reply.completion is not None:

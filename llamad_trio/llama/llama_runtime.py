@@ -76,7 +76,7 @@ class LlamaRuntime:
             architecture=model.metadata("general.architecture") or "unknown",
             name=model.metadata("general.name"),
             description=model.description,
-            n_params=model.n_params,
+            n_params=int(lib.llama_model_n_params(model.pointer)),
             file_bytes=model.path.stat().st_size,
             n_vocab=model.n_vocab,
             n_ctx_train=model.n_ctx_train,
@@ -108,7 +108,7 @@ class LlamaRuntime:
                 ("rope_freq_scale", repr(config.rope_freq_scale)),
                 ("use_extra_bufts", str(uses_extra_buffers(config))),
             ),
-            adds_bos=model.adds_bos,
+            adds_bos=bool(lib.llama_vocab_get_add_bos(model.vocab)),
         )
         self.facts = attrs.evolve(self.facts, identity=identity.digest)
 

@@ -97,11 +97,6 @@ class LlamaModel:
             lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
         )
 
-    @property
-    def n_params(self) -> int:
-        """Number of weights."""
-        return int(lib.llama_model_n_params(self.pointer))
-
     # -- vocabulary ---------------------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -170,11 +165,6 @@ class LlamaModel:
     def added_tokens(self) -> frozenset[str]:
         """The text of the tokens that were added to the vocabulary, and are found in any text."""
         return self._special_tokens[1]
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether the model wants every prompt to begin with BOS."""
-        return bool(lib.llama_vocab_get_add_bos(self.vocab))
 
     @cached_property
     def max_bytes_per_token(self) -> int | None:

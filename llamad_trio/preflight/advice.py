@@ -46,14 +46,14 @@ _WITHOUT_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 
 
 @attrs.frozen
-class Compiler:
+class CppCompiler:
     """The C++ compiler that a build here would use: `kind` is `"gcc"` or `"clang"`."""
 
     kind: str
     version: tuple[int, ...]
 
     @classmethod
-    def from_version_text(cls, text: str) -> Compiler | None:
+    def from_version_text(cls, text: str) -> CppCompiler | None:
         """Read what `c++ --version` prints; `None` if it is neither of the two."""
         clang = re.search(r"clang version (\d+(?:\.\d+)*)", text)
         gcc = re.search(r"\s(\d+\.\d+(?:\.\d+)*)", text.partition("\n")[0])
@@ -90,7 +90,7 @@ def available_sets(flags: Collection[str]) -> frozenset[str]:
 def advice_on(
     verdict: Verdict,
     flags: Collection[str],
-    compiler: Compiler | None,
+    compiler: CppCompiler | None,
     *,
     python: str,
     binding_version: str | None,
@@ -126,7 +126,7 @@ def _finding(verdict: Verdict) -> str:
 
 
 def rebuild_command(
-    python: str, version: str | None, flags: Collection[str], compiler: Compiler | None
+    python: str, version: str | None, flags: Collection[str], compiler: CppCompiler | None
 ) -> str:
     """The shell command that compiles llama.cpp for this machine, as fast as it can be here."""
     package = "llama-cpp-python" + (f"=={version}" if version else "")

@@ -51,8 +51,6 @@ _KINDS = {
 }
 _F32 = _Kind(0, 1, 4, (), 1.0)
 
-PROBED_KINDS: tuple[str, ...] = tuple(_KINDS)
-
 # AMX and repacked kernels take rows of 256 weights, and outputs by the 32.
 _WIDE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
 _NARROW = ("Q5_0", "Q4_0", "Q5_1", "Q4_0")

@@ -21,7 +21,7 @@ from trio.lowlevel import RunVar
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.preflight import store
-from llamad_trio.preflight.advice import Compiler, advice_on
+from llamad_trio.preflight.advice import CppCompiler, advice_on
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
 from llamad_trio.system.cores import physical_cores
@@ -126,7 +126,7 @@ async def advice_for(verdict: Verdict) -> str:
     )
 
 
-async def installed_compiler() -> Compiler | None:
+async def installed_compiler() -> CppCompiler | None:
     """The C++ compiler that a build would use, if there is one and it is known.  A checkpoint."""
     command = os.environ.get("CXX", "c++").split() or ["c++"]
     try:
@@ -134,7 +134,7 @@ async def installed_compiler() -> Compiler | None:
             done = await trio.run_process(
                 [*command, "--version"], capture_stdout=True, capture_stderr=True, check=False
             )
-            return Compiler.from_version_text(done.stdout.decode(errors="replace"))
+            return CppCompiler.from_version_text(done.stdout.decode(errors="replace"))
     except OSError:
         pass
     return None

@@ -44,7 +44,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 TOKENS = tuple(2**n for n in range(0, 18, 2))
 """Up to 65,536, by fours."""
 
-Stats = Mapping[str, EngineStats]
+StatsByEngine = Mapping[str, EngineStats]
 
 
 class StatsSource(Protocol):
@@ -71,7 +71,7 @@ class EngineMetrics:
         body = await metrics.scrape()
     """
 
-    def __init__(self, stats: Mapping[str, StatsSource] | Callable[[], Stats]) -> None:
+    def __init__(self, stats: Mapping[str, StatsSource] | Callable[[], StatsByEngine]) -> None:
         self._engines = stats if isinstance(stats, Mapping) else {}
         self._stats = partial(_read_stats, stats) if isinstance(stats, Mapping) else stats
         self._limiter = trio.CapacityLimiter(1)
@@ -161,7 +161,7 @@ class EngineMetrics:
         return Counter(f"llamad_{name}", text, ("engine", *labels), registry=self._registry)
 
 
-def _read_stats(engines: Mapping[str, StatsSource]) -> Stats:
+def _read_stats(engines: Mapping[str, StatsSource]) -> StatsByEngine:
     stats = {}
     for name, engine in engines.items():
         with suppress(LlamadError):
@@ -169,7 +169,7 @@ def _read_stats(engines: Mapping[str, StatsSource]) -> Stats:
     return stats
 
 
-def _text(stats: Stats, counted: CollectorRegistry) -> bytes:
+def _text(stats: StatsByEngine, counted: CollectorRegistry) -> bytes:
     """What the statistics hold, and what was counted.  From any thread."""
     known = CollectorRegistry()
     known.register(_StatsCollector(stats))
@@ -191,7 +191,7 @@ class _Counted(CollectorRegistry):
 class _StatsCollector(Collector):
     """Statistics as metrics."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats: StatsByEngine) -> None:
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
@@ -237,18 +237,18 @@ def _threads(stats: EngineStats) -> Mapping[str, float]:
 Read = Callable[[EngineStats], Mapping[str, float] | float]
 
 
-def _gauge(stats: Stats, name: str, text: str, read: Read, *labels: str) -> Metric:
+def _gauge(stats: StatsByEngine, name: str, text: str, read: Read, *labels: str) -> Metric:
     return _fill(GaugeMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read)
 
 
-def _counter(stats: Stats, name: str, text: str, read: Read, *labels: str) -> Metric:
+def _counter(stats: StatsByEngine, name: str, text: str, read: Read, *labels: str) -> Metric:
     return _fill(
         CounterMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read
     )
 
 
 def _fill(
-    family: GaugeMetricFamily | CounterMetricFamily, stats: Stats, read: Read
+    family: GaugeMetricFamily | CounterMetricFamily, stats: StatsByEngine, read: Read
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for engine, of_engine in stats.items():
         value = read(of_engine)

@@ -16,7 +16,7 @@ from llamad_trio import (
     EngineLike,
     ModelLoadError,
 )
-from llamad_trio.cli.chat_loop import Chat
+from llamad_trio.cli.chat_loop import ChatLoop
 from llamad_trio.cli.chat_terminal import Key, Screen
 from llamad_trio.cli.history import Conversation
 from llamad_trio.testing import open_scripted_engine
@@ -82,7 +82,7 @@ class Table:
         self.conversation = Conversation(system)
         self._models = {"first": replies, **(models or {})}
         self._n_ctx = n_ctx
-        self._chat = Chat(
+        self._chat = ChatLoop(
             self._opened,
             Typed(*typed, is_terminal=is_terminal),
             Screen(self.answers, self.asides),

@@ -11,7 +11,7 @@ from llamad_trio import (
     Message,
     ProtocolError,
 )
-from llamad_trio.cli.history import Command, Conversation, Reply, Say, parse, visible
+from llamad_trio.cli.history import Command, Conversation, PartialReply, Say, parse, visible
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def completion(text: str) -> Completion:
 def conversation_of(*exchanges: tuple[str, str], system: str | None = None) -> Conversation:
     conversation = Conversation(system)
     for said, answered in exchanges:
-        conversation.keep(said, Reply(answered, completion=completion(answered)))
+        conversation.keep(said, PartialReply(answered, completion=completion(answered)))
     return conversation
 
 
@@ -76,10 +76,10 @@ def test_a_request_has_all_that_was_said_and_a_session() -> None:
 
 def test_an_answer_that_was_stopped_is_kept_if_it_had_begun() -> None:
     conversation = Conversation()
-    conversation.keep("a", Reply(reasoning="hm"))
+    conversation.keep("a", PartialReply(reasoning="hm"))
     assert len(conversation) == 0
-    conversation.keep("b", Reply("B", "so"))
-    conversation.keep("c", Reply("", completion=completion("")))
+    conversation.keep("b", PartialReply("B", "so"))
+    conversation.keep("c", PartialReply("", completion=completion("")))
     assert conversation.history == (
         Message("user", "b"),
         Message("assistant", "B", reasoning="so"),

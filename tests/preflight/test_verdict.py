@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.preflight.advice import (
-    Compiler,
+    CppCompiler,
     advice_on,
     available_sets,
     built_sets,
@@ -107,7 +107,7 @@ GCC = f"g++ (GCC) {{}}\n{FSF}"
 def test_compilers_are_known_by_what_they_say(
     text: str, expected: str | None, breaks: bool
 ) -> None:
-    compiler = Compiler.from_version_text(text)
+    compiler = CppCompiler.from_version_text(text)
     assert (compiler and str(compiler)) == expected
     assert bool(compiler and compiler.breaks_amx({"amx_tile"})) is breaks
     assert not (compiler and compiler.breaks_amx({"avx2"}))
@@ -120,7 +120,7 @@ def test_instruction_sets_of_both_sides_have_the_same_names() -> None:
 
 
 def test_only_where_it_is_needed_amx_is_left_out() -> None:
-    old, new = Compiler("gcc", (12, 2, 0)), Compiler("gcc", (14, 1, 0))
+    old, new = CppCompiler("gcc", (12, 2, 0)), CppCompiler("gcc", (14, 1, 0))
     for compiler, flags, needed in [
         (old, {"amx_tile"}, True),
         (old, {"avx2"}, False),
@@ -135,13 +135,13 @@ def test_only_where_it_is_needed_amx_is_left_out() -> None:
         )
 
 
-def advice(verdict: Verdict, flags: set[str], compiler: Compiler | None) -> str:
+def advice(verdict: Verdict, flags: set[str], compiler: CppCompiler | None) -> str:
     return advice_on(verdict, flags, compiler, python="python", binding_version=None)
 
 
 def test_advice_for_amx_and_an_old_gcc() -> None:
     verdict = judge([LOADED, PLAIN, GOOD, EXTRA], 4, "")
-    text = advice(verdict, {"avx2", "amx_int8", "amx_tile"}, Compiler("gcc", (12, 2)))
+    text = advice(verdict, {"avx2", "amx_int8", "amx_tile"}, CppCompiler("gcc", (12, 2)))
     assert "SIGILL (Illegal instruction); without them, more slowly, it does" in text
     assert "built for AMX_INT8, AVX2; this CPU lacks nothing of these" in text
     assert "gcc 12.2 compiles AMX code that faults" in text

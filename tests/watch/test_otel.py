@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +24,11 @@ from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from llamad_trio.watch.otel import EngineTelemetry
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from opentelemetry.sdk.trace import ReadableSpan
+
+    from llamad_trio import Engine
 
 COMMON = {
     "gen_ai.operation.name": "chat",
@@ -60,6 +65,15 @@ class Recorded:
         }
 
 
+@asynccontextmanager
+async def recording(model: ScriptedModel | str) -> AsyncIterator[tuple[Engine, Recorded]]:
+    """A scripted engine, and what is recorded of it up to its end."""
+    recorded = Recorded()
+    async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
+        await nursery.start(recorded.telemetry.run, engine)
+        yield engine, recorded
+
+
 def attributes(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
@@ -71,10 +85,7 @@ def seconds(span: ReadableSpan) -> float:
 
 
 async def test_a_completed_request_is_a_span_with_its_usage(autojump_clock: MockClock) -> None:
-    recorded = Recorded()
-    model = ScriptedModel("yes", decode_s=1)
-    async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
-        await nursery.start(recorded.telemetry.run, engine)
+    async with recording(ScriptedModel("yes", decode_s=1)) as (engine, recorded):
         done = await engine.complete("a")
     (span,) = recorded.spans()
     assert span.name == "chat the model"
@@ -96,11 +107,9 @@ async def test_a_completed_request_is_a_span_with_its_usage(autojump_clock: Mock
 
 
 async def test_a_span_is_the_child_of_the_one_it_was_asked_in(autojump_clock: MockClock) -> None:
-    recorded = Recorded()
-    tracer = recorded.tracer_provider.get_tracer("of the application")
     contexts = []
-    async with trio.open_nursery() as nursery, open_scripted_engine("yes") as engine:
-        await nursery.start(recorded.telemetry.run, engine)
+    async with recording("yes") as (engine, recorded):
+        tracer = recorded.tracer_provider.get_tracer("of the application")
 
         async def ask(name: str) -> None:
             with tracer.start_as_current_span(name) as span:
@@ -120,10 +129,7 @@ async def test_a_span_is_the_child_of_the_one_it_was_asked_in(autojump_clock: Mo
 
 
 async def test_a_failure_is_an_error_and_a_cancel_is_not(autojump_clock: MockClock) -> None:
-    recorded = Recorded()
-    model = ScriptedModel({"good": "yes"}, decode_s=1)
-    async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
-        await nursery.start(recorded.telemetry.run, engine)
+    async with recording(ScriptedModel({"good": "yes"}, decode_s=1)) as (engine, recorded):
         with pytest.raises(InferenceError):
             await engine.complete("bad", raw=True)
         with trio.move_on_after(0.5):
@@ -142,10 +148,7 @@ async def test_a_failure_is_an_error_and_a_cancel_is_not(autojump_clock: MockClo
 async def test_metrics_have_the_names_and_units_of_the_conventions(
     autojump_clock: MockClock,
 ) -> None:
-    recorded = Recorded()
-    model = ScriptedModel({"good": "yes"}, decode_s=1)
-    async with trio.open_nursery() as nursery, open_scripted_engine(model) as engine:
-        await nursery.start(recorded.telemetry.run, engine)
+    async with recording(ScriptedModel({"good": "yes"}, decode_s=1)) as (engine, recorded):
         done = await engine.complete("good")
         with pytest.raises(InferenceError):
             await engine.complete("bad")
@@ -168,9 +171,7 @@ async def test_metrics_have_the_names_and_units_of_the_conventions(
 async def test_what_only_scores_has_no_first_token_and_no_reason_to_finish(
     autojump_clock: MockClock,
 ) -> None:
-    recorded = Recorded()
-    async with trio.open_nursery() as nursery, open_scripted_engine("yes") as engine:
-        await nursery.start(recorded.telemetry.run, engine)
+    async with recording("yes") as (engine, recorded):
         await engine.score("a", ["yes"])
     spans = recorded.spans()
     assert [span.name for span in spans] == ["prefill the model", "score the model"]
