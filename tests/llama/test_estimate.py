@@ -96,26 +96,21 @@ def tiny(tiny_model: TinyModels, name: str) -> Path:
 # -- measured ---------------------------------------------------------------------------------
 
 
-def check_growth(path: Path, warm: Path, fields: dict[str, Any]) -> None:
-    config = EngineConfig(n_threads=1, n_threads_batch=1, **fields)
-    expected = estimate(path, config, 1).total_bytes
-    grown = run_apart(print_growth, str(path), str(warm), json.dumps(fields))
-    assert expected == pytest.approx(grown, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(("name", "fields"), OF_THE_DEFAULT_RUN, ids=str)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *OF_THE_DEFAULT_RUN,
+        *(pytest.param(name, fields, marks=pytest.mark.slow) for name, fields in MATRIX),
+    ],
+    ids=str,
+)
 def test_growth_is_within_15_percent(
     path_of: PathOf, tiny_model: TinyModels, name: str, fields: dict[str, Any]
 ) -> None:
-    check_growth(path_of(name), tiny(tiny_model, "attention"), fields)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "fields"), MATRIX, ids=str)
-def test_growth_is_within_15_percent_for_every_model_and_config(
-    path_of: PathOf, tiny_model: TinyModels, name: str, fields: dict[str, Any]
-) -> None:
-    check_growth(path_of(name), tiny(tiny_model, "attention"), fields)
+    path, warm = path_of(name), tiny(tiny_model, "attention")
+    config = EngineConfig(n_threads=1, n_threads_batch=1, **fields)
+    grown = run_apart(print_growth, str(path), str(warm), json.dumps(fields))
+    assert estimate(path, config, 1).total_bytes == pytest.approx(grown, rel=TOLERANCE)
 
 
 # -- compared with what llama.cpp says when it loads ------------------------------------------
@@ -357,32 +352,18 @@ def test_an_encoder_is_refused_as_by_an_engine(tiny_model: TinyModels) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"nonsense" * 100, b"GGUF" + b"\xff" * 1000])
 def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(content)
-    with pytest.raises(ModelLoadError):
-        estimate(path, EngineConfig(), 1)
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere.gguf"):
+    (tmp_path / "x.gguf").write_bytes(content)
+    for path in (tmp_path / "x.gguf", tmp_path, tmp_path / "nowhere.gguf"):
         with pytest.raises(ModelLoadError):
             estimate(path, EngineConfig(), 1)
 
 
-def check_damaged(tiny_model: TinyModels, folder: Path, n_flips: int) -> None:
+@pytest.mark.parametrize("n_flips", [10, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_damaged_file_does_harm(tiny_model: TinyModels, tmp_path: Path, n_flips: int) -> None:
     paths = [str(tiny_model(kind)) for kind in DECODER_KINDS]
-    found = run_apart(print_harm, str(folder / "damaged.gguf"), str(n_flips), *paths)
+    found = run_apart(print_harm, str(tmp_path / "damaged.gguf"), str(n_flips), *paths)
     assert found["refused"] > 100
     assert found["peak_growth"] < 200 * MIB
-
-
-def test_no_damaged_file_does_harm(tiny_model: TinyModels, tmp_path: Path) -> None:
-    check_damaged(tiny_model, tmp_path, 10)
-
-
-@pytest.mark.slow
-def test_no_damaged_file_does_harm_at_length(tiny_model: TinyModels, tmp_path: Path) -> None:
-    check_damaged(tiny_model, tmp_path, 2000)
 
 
 def print_harm(damaged: str, n_flips: str, *paths: str) -> None:
@@ -433,29 +414,27 @@ def written_after(whole: bytes, key: bytes, skipped: int, value: bytes) -> bytes
     return whole[:at] + value + whole[at + len(value) :]
 
 
-@pytest.mark.parametrize("n_items", [2**61, 2**64 - 1])
-def test_an_array_longer_than_any_memory_is_refused(
-    tiny_model: TinyModels, tmp_path: Path, n_items: int
+@pytest.mark.parametrize(
+    ("key", "skipped", "n_bytes", "number", "reason"),
+    [
+        # An array longer than any memory, and layers at which llama.cpp aborts the process.
+        *((b"tokenizer.ggml.scores", 8, 8, n, None) for n in (2**61, 2**64 - 1)),
+        *((b"llama.block_count", 4, 4, n, f"{n} layers") for n in (0, 513, 2**32 - 1)),
+    ],
+)
+def test_a_number_that_would_kill_is_refused(
+    tiny_model: TinyModels,
+    tmp_path: Path,
+    key: bytes,
+    skipped: int,
+    n_bytes: int,
+    number: int,
+    reason: str | None,
 ) -> None:
     whole = tiny_model("attention").read_bytes()
-    damaged = tmp_path / "array.gguf"
-    damaged.write_bytes(
-        written_after(whole, b"tokenizer.ggml.scores", 8, n_items.to_bytes(8, "little"))
-    )
-    with pytest.raises(ModelLoadError):
-        estimate(damaged, EngineConfig(), 1)
-
-
-@pytest.mark.parametrize("n_layers", [0, 513, 2**32 - 1])
-def test_a_number_of_layers_that_aborts_llama_cpp_is_refused(
-    tiny_model: TinyModels, tmp_path: Path, n_layers: int
-) -> None:
-    whole = tiny_model("attention").read_bytes()
-    damaged = tmp_path / "layers.gguf"
-    damaged.write_bytes(
-        written_after(whole, b"llama.block_count", 4, n_layers.to_bytes(4, "little"))
-    )
-    with pytest.raises(ModelLoadError, match=f"{n_layers} layers"):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(written_after(whole, key, skipped, number.to_bytes(n_bytes, "little")))
+    with pytest.raises(ModelLoadError, match=reason):
         estimate(damaged, EngineConfig(), 1)
 
 

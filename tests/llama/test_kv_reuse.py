@@ -11,6 +11,8 @@ from tests.llama.conversations import N_CTX, Driver, cold_logits, opened_runtime
 from tests.models import DECODER_KINDS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.models import Kind, TinyModels
 
 # A sliding window gives away cells sooner that one sequence has than those that several share.  In
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 ROUNDING = 0.01
 
 N_COMPARED = 10
-
-kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 
 
 def check_conversations(
@@ -43,24 +43,20 @@ def check_conversations(
         driver.run()
 
 
-@kinds
+@pytest.mark.parametrize(
+    ("seeds", "alone"),
+    [
+        ([0], True),
+        ([100], False),
+        pytest.param(range(100), True, marks=pytest.mark.slow),
+        pytest.param(range(100), False, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", DECODER_KINDS)
 def test_random_conversations_are_computed_as_if_nothing_were_reused(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
-    check_conversations(tiny_model, kind, 0, alone=True, exact=kind != "sliding-window")
-
-
-@kinds
-def test_random_conversations_side_by_side_are_computed_as_if_nothing_were_reused(
-    tiny_model: TinyModels, kind: Kind
+    tiny_model: TinyModels, kind: Kind, seeds: Sequence[int], alone: bool
 ) -> None:
     # llama.cpp cuts a batch of several sequences that have a state by the shortest of them.
-    check_conversations(tiny_model, kind, 100, alone=False, exact=kind == "attention")
-
-
-@pytest.mark.slow
-@kinds
-def test_many_random_conversations(tiny_model: TinyModels, kind: Kind) -> None:
-    for seed in range(100):
-        check_conversations(tiny_model, kind, seed, alone=True, exact=kind != "sliding-window")
-        check_conversations(tiny_model, kind, seed, alone=False, exact=kind == "attention")
+    exact = kind != "sliding-window" if alone else kind == "attention"
+    for seed in seeds:
+        check_conversations(tiny_model, kind, seed, alone=alone, exact=exact)
