@@ -33,12 +33,16 @@ def publish(broadcast: Broadcast, *times: float) -> None:
         broadcast.publish(event(time))
 
 
+@pytest.fixture
+def broadcast() -> Broadcast:
+    return Broadcast()
+
+
 async def the_rest(reader: EventReader) -> list[EngineEvent]:
     return [event async for event in reader]
 
 
-async def test_every_reader_gets_every_event_in_order() -> None:
-    broadcast = Broadcast()
+async def test_every_reader_gets_every_event_in_order(broadcast: Broadcast) -> None:
     async with broadcast.subscribe() as early, broadcast.subscribe() as other:
         publish(broadcast, 1, 2)
         async with broadcast.subscribe() as late:
@@ -49,8 +53,9 @@ async def test_every_reader_gets_every_event_in_order() -> None:
         assert await the_rest(other) == [event(1), event(2), event(3)]
 
 
-async def test_a_reader_that_lags_loses_the_oldest_and_is_told_how_many() -> None:
-    broadcast = Broadcast()
+async def test_a_reader_that_lags_loses_the_oldest_and_is_told_how_many(
+    broadcast: Broadcast,
+) -> None:
     async with broadcast.subscribe(max_events=2) as slow, broadcast.subscribe() as quick:
         publish(broadcast, 1, 2, 3, 4, 5)
         assert await slow.receive() == Lagged(time=3, engine="", n_lost=3)
@@ -61,8 +66,9 @@ async def test_a_reader_that_lags_loses_the_oldest_and_is_told_how_many() -> Non
         assert await the_rest(quick) == [event(n) for n in range(1, 8)]
 
 
-async def test_what_is_lost_on_the_way_to_a_waiting_reader_is_told_in_its_place() -> None:
-    broadcast = Broadcast()
+async def test_what_is_lost_on_the_way_to_a_waiting_reader_is_told_in_its_place(
+    broadcast: Broadcast,
+) -> None:
     got: list[EngineEvent] = []
     async with broadcast.subscribe(max_events=1) as reader, trio.open_nursery() as nursery:
 
@@ -95,8 +101,9 @@ async def test_what_is_read_and_what_was_lost_is_what_was_published(
     assert n_accounted == n_published
 
 
-async def test_a_reader_ends_after_what_it_has_when_the_broadcast_is_closed() -> None:
-    broadcast = Broadcast()
+async def test_a_reader_ends_after_what_it_has_when_the_broadcast_is_closed(
+    broadcast: Broadcast,
+) -> None:
     async with broadcast.subscribe(max_events=1) as reader:
         publish(broadcast, 1, 2)
         broadcast.close()
@@ -105,8 +112,7 @@ async def test_a_reader_ends_after_what_it_has_when_the_broadcast_is_closed() ->
             await reader.receive()
 
 
-async def test_closing_wakes_a_reader_that_waits() -> None:
-    broadcast = Broadcast()
+async def test_closing_wakes_a_reader_that_waits(broadcast: Broadcast) -> None:
     async with broadcast.subscribe() as reader, trio.open_nursery() as nursery:
 
         async def read() -> None:
@@ -117,16 +123,14 @@ async def test_closing_wakes_a_reader_that_waits() -> None:
         broadcast.close()
 
 
-async def test_who_subscribes_after_the_end_gets_the_end() -> None:
-    broadcast = Broadcast()
+async def test_who_subscribes_after_the_end_gets_the_end(broadcast: Broadcast) -> None:
     broadcast.close()
     async with broadcast.subscribe() as reader:
         assert not broadcast.has_readers
         assert await the_rest(reader) == []
 
 
-async def test_it_knows_whether_anybody_listens() -> None:
-    broadcast = Broadcast()
+async def test_it_knows_whether_anybody_listens(broadcast: Broadcast) -> None:
     heard = [broadcast.has_readers]
     async with broadcast.subscribe() as one:
         async with broadcast.subscribe():
@@ -153,8 +157,7 @@ async def test_what_goes_onward_is_published_there_too_and_ends_here_only() -> N
     assert not own.has_readers
 
 
-async def test_a_cancelled_receive_loses_nothing() -> None:
-    broadcast = Broadcast()
+async def test_a_cancelled_receive_loses_nothing(broadcast: Broadcast) -> None:
     async with broadcast.subscribe(max_events=1) as reader:
         publish(broadcast, 1, 2)
         for expected in (Lagged(time=1, engine="", n_lost=1), event(2)):
@@ -164,8 +167,7 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
             assert await reader.receive() == expected
 
 
-async def test_every_receive_is_a_checkpoint() -> None:
-    broadcast = Broadcast()
+async def test_every_receive_is_a_checkpoint(broadcast: Broadcast) -> None:
     async with broadcast.subscribe(max_events=1) as reader:
         publish(broadcast, 1, 2)
         for _ in range(2):
@@ -173,8 +175,7 @@ async def test_every_receive_is_a_checkpoint() -> None:
                 await reader.receive()
 
 
-async def test_a_closed_reader_gets_nothing_and_costs_nobody_anything() -> None:
-    broadcast = Broadcast()
+async def test_a_closed_reader_gets_nothing_and_costs_nobody_anything(broadcast: Broadcast) -> None:
     async with broadcast.subscribe(max_events=1) as closed, broadcast.subscribe() as other:
         publish(broadcast, 1, 2)
         await closed.aclose()
@@ -191,8 +192,9 @@ async def test_a_reader_without_any_room_is_refused(max_events: int) -> None:
             pytest.fail("it was let in")
 
 
-async def test_a_reader_that_waits_has_no_task_and_no_deadline_of_its_own() -> None:
-    broadcast = Broadcast()
+async def test_a_reader_that_waits_has_no_task_and_no_deadline_of_its_own(
+    broadcast: Broadcast,
+) -> None:
     before = trio.lowlevel.current_statistics().tasks_living
     async with broadcast.subscribe() as reader:
         assert trio.lowlevel.current_statistics().tasks_living == before
@@ -232,9 +234,8 @@ class Refused:
 
 
 async def test_a_source_that_is_stuck_keeps_a_reader_for_a_bounded_time(
-    autojump_clock: MockClock,
+    broadcast: Broadcast, autojump_clock: MockClock
 ) -> None:
-    broadcast = Broadcast()
     began = trio.current_time()
     with broadcast.fed_by(Stuck()), broadcast.fed_by(Stuck()):
         async with broadcast.subscribe() as reader:
@@ -262,9 +263,8 @@ async def test_a_source_that_is_stuck_keeps_no_other_from_being_attached(
 
 
 async def test_a_source_that_cannot_be_attached_is_told_although_another_is_stuck(
-    autojump_clock: MockClock,
+    broadcast: Broadcast, autojump_clock: MockClock
 ) -> None:
-    broadcast = Broadcast()
     async with broadcast.subscribe() as other:
         with broadcast.fed_by(Stuck()), broadcast.fed_by(Refused()):
             began = trio.current_time()
