@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from os import PathLike
 from statistics import median
@@ -94,41 +95,28 @@ async def run_prefix_bench(
     """
     whole = prefix_tokens + _SUFFIX_TOKENS
     base = EngineConfig.merge(None, {"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides})
-    shots: dict[str, list[tuple[_Shot, _Shot]]] = {}
+    small = attrs.evolve(base, n_ctx=whole + 64, prompt_cache_ram_bytes=1 << 32)
+    shots: dict[str, list[tuple[_Shot, _Shot]]] = defaultdict(list)
+
+    def note(found: dict[str, tuple[_Shot, _Shot]]) -> None:
+        for case, pair in found.items():
+            shots[case].append(pair)
 
     async with open_engine(model, base) as eng:
         text = TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8)
         prompts = _Prompts(await eng.tokenize(text), prefix_tokens)
         for i in range(rounds):
             on_progress(f"in the pool, round {i + 1} of {rounds}")
-            cold = await _shot(eng, prompts.prompt(i, 1))
-            for case, warm in (
-                ("warm, same prompt", await _shot(eng, prompts.prompt(i, 1))),
-                ("warm, changed suffix", await _shot(eng, prompts.prompt(i, 2))),
-                ("warm, beside the first", await _beside(eng, prompts.prompt(i, 1))),
-            ):
-                shots.setdefault(case, []).append((cold, warm))
-
-    small = attrs.evolve(base, n_ctx=whole + 64, prompt_cache_ram_bytes=1 << 32)
+            note(await _warm(eng, prompts, i))
     async with open_engine(model, small) as eng:
         for i in range(rounds):
             on_progress(f"RAM, round {i + 1} of {rounds}")
             cold = await _shot(eng, prompts.prompt(i, 1))
             await _shot(eng, prompts.prompt(i + rounds, 1)[::-1])  # pushes the first out
-            shots.setdefault("restored from RAM", []).append(
-                (cold, await _shot(eng, prompts.prompt(i, 1)))
-            )
-
+            note({"restored from RAM": (cold, await _shot(eng, prompts.prompt(i, 1)))})
     for i in range(rounds):
         on_progress(f"disk, round {i + 1} of {rounds}")
-        with tempfile.TemporaryDirectory() as directory:
-            disk = attrs.evolve(base, prompt_cache_dir=directory, prompt_cache_disk_bytes=1 << 32)
-            async with open_engine(model, disk) as eng:
-                cold = await _shot(eng, prompts.prompt(i, 1))
-            async with open_engine(model, disk) as eng:
-                shots.setdefault("restored from disk", []).append(
-                    (cold, await _shot(eng, prompts.prompt(i, 1)))
-                )
+        note(await _restarted(model, base, prompts.prompt(i, 1)))
 
     return PrefixReport(
         model=str(model),
@@ -140,6 +128,27 @@ async def run_prefix_bench(
             *(_row(case, pairs) for case, pairs in shots.items()),
         ),
     )
+
+
+async def _warm(eng: Engine, prompts: _Prompts, round_: int) -> dict[str, tuple[_Shot, _Shot]]:
+    same = prompts.prompt(round_, 1)
+    cold = await _shot(eng, same)
+    return {
+        "warm, same prompt": (cold, await _shot(eng, same)),
+        "warm, changed suffix": (cold, await _shot(eng, prompts.prompt(round_, 2))),
+        "warm, beside the first": (cold, await _beside(eng, same)),
+    }
+
+
+async def _restarted(
+    model: str | PathLike[str], config: EngineConfig, prompt: list[int]
+) -> dict[str, tuple[_Shot, _Shot]]:
+    with tempfile.TemporaryDirectory() as directory:
+        disk = attrs.evolve(config, prompt_cache_dir=directory, prompt_cache_disk_bytes=1 << 32)
+        async with open_engine(model, disk) as eng:
+            cold = await _shot(eng, prompt)
+        async with open_engine(model, disk) as eng:
+            return {"restored from disk": (cold, await _shot(eng, prompt))}
 
 
 async def _shot(eng: Engine, prompt: list[int]) -> _Shot:

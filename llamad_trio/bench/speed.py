@@ -6,10 +6,12 @@ and only a ratio from within one run means anything.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from os import PathLike
 from statistics import median
+from typing import TYPE_CHECKING
 
 import attrs
 import trio
@@ -22,6 +24,9 @@ from llamad_trio.engine.engine import Engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.loading import loaded_model
 from llamad_trio.preflight.prove import proven_config
+
+if TYPE_CHECKING:
+    from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
 
 
 @attrs.frozen(kw_only=True)
@@ -101,38 +106,52 @@ async def run_bench(
         "kv_cache": False,
         **overrides,
     }
-    config = await proven_config(EngineConfig.merge(None, fields), model)
-    lane = Lane()
+    config = EngineConfig.merge(None, fields)
+    async with open_beside_loop(model, config, Lane()) as both:
+        eng = both.engine
+        prompts = await _prompts(eng, most, prompt_tokens)
+        rows = []
+        for n in concurrency:
+            on_progress(f"{n} at once")
+            rows.append(await _row(both, prompts[:n], n_tokens, pairs))
+        return BenchReport(
+            model=str(model),
+            description=eng.info.description,
+            n_threads=eng.config.n_threads or 0,
+            prompt_tokens=prompt_tokens,
+            n_tokens=n_tokens,
+            pairs=pairs,
+            rows=tuple(rows),
+        )
+
+
+@attrs.frozen
+class BesideLoop:
+    """An engine, and a plain loop on the same model, threads and lane."""
+
+    engine: Engine
+    loop: RawLoop
+    lane: Lane
+
+    async def run_loop(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+        """As `RawLoop.run`, on the lane.  A checkpoint; cancelled, the loop is of no more use."""
+        job = partial(self.loop.run, prompts, n_tokens)
+        return await self.lane.run(job, abort=self.loop.request_abort)
+
+
+@asynccontextmanager
+async def open_beside_loop(
+    model: str | PathLike[str], config: EngineConfig, lane: Lane
+) -> AsyncIterator[BesideLoop]:
+    """Both, on one copy of the weights, which is why this does not go through `open_engine`."""
+    config = await proven_config(config, model)
     async with lane.hosted(), loaded_model(model, config, lane, None) as loaded:
         from llamad_trio.llama.raw_loop import RawLoop
 
         runtime = loaded.runtime
-        raw = RawLoop(runtime, runtime.config)
-        try:
+        with closing(RawLoop(runtime, runtime.config)) as loop:
             async with run_engine(runtime, loaded.template, runtime.config, lane) as eng:
-                prompts = await _prompts(eng, most, prompt_tokens)
-                rows = []
-                for n in concurrency:
-                    on_progress(f"{n} at once")
-
-                    async def plain(n: int = n) -> _Speed:
-                        job = partial(raw.run, prompts[:n], n_tokens)
-                        speed = await lane.run(job, abort=raw.request_abort)
-                        return _Speed(speed.prefill_s, speed.n_decoded / speed.decode_s)
-
-                    ours = partial(_measure, eng, prompts[:n], n_tokens)
-                    rows.append(await _row(n, ours, plain, pairs, n * prompt_tokens))
-                return BenchReport(
-                    model=str(model),
-                    description=eng.info.description,
-                    n_threads=eng.config.n_threads or 0,
-                    prompt_tokens=prompt_tokens,
-                    n_tokens=n_tokens,
-                    pairs=pairs,
-                    rows=tuple(rows),
-                )
-        finally:
-            raw.close()
+                yield BesideLoop(eng, loop, lane)
 
 
 async def _prompts(eng: Engine, n: int, prompt_tokens: int) -> list[list[int]]:
@@ -146,20 +165,24 @@ async def _prompts(eng: Engine, n: int, prompt_tokens: int) -> list[list[int]]:
 
 
 async def _row(
-    n: int,
-    ours: Callable[[], Awaitable[_Speed]],
-    plain: Callable[[], Awaitable[_Speed]],
-    pairs: int,
-    n_prompt: int,
+    both: BesideLoop, prompts: Sequence[Sequence[int]], n_tokens: int, pairs: int
 ) -> BenchRow:
-    await plain()
-    await ours()
-    measured = [(await plain(), await ours()) for _ in range(pairs)]
+    n_prompt = sum(map(len, prompts))
+
+    async def run_loop() -> _Speed:
+        speed = await both.run_loop(prompts, n_tokens)
+        return _Speed(speed.prefill_s, speed.n_decoded / speed.decode_s)
+
+    await run_loop()
+    await _run_engine(both.engine, prompts, n_tokens)
+    measured = [
+        (await run_loop(), await _run_engine(both.engine, prompts, n_tokens)) for _ in range(pairs)
+    ]
     raw = [pair[0] for pair in measured]
     engine = [pair[1] for pair in measured]
     raw_ttft_s, ttft_s = (median(s.prefill_s for s in speeds) for speeds in (raw, engine))
     return BenchRow(
-        concurrency=n,
+        concurrency=len(prompts),
         decode_tps=median(s.decode_tps for s in engine),
         raw_decode_tps=median(s.decode_tps for s in raw),
         decode_ratio=median(e.decode_tps / r.decode_tps for r, e in measured),
@@ -171,7 +194,7 @@ async def _row(
     )
 
 
-async def _measure(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Speed:
+async def _run_engine(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Speed:
     """Stream all prompts at once; count what is decoded while all of them run."""
     start = trio.current_time()
     marks: list[tuple[float, int]] = []

@@ -6,17 +6,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
-import attrs
 import trio
 
-from llamad_trio import Engine, EngineConfig
-from llamad_trio.engine.assembly import run_engine
-from llamad_trio.engine.lane import Lane
-from llamad_trio.engine.loading import loaded_model
-from llamad_trio.llama.raw_loop import RawLoop
-from llamad_trio.preflight.prove import proven_config
+from llamad_trio import EngineConfig, Lane
+from llamad_trio.bench.speed import BesideLoop, open_beside_loop
 from tests.benchmarks.several import OTHER
 from tests.benchmarks.streams import seconds_of
 
@@ -27,22 +21,6 @@ TOGETHER_S = 3.0
 THREAD_LEAVES_S = 11.0
 """Trio keeps an idle thread for 10 s, libgomp a team for each thread that has computed, and
 one team more slows all others down."""
-
-
-@attrs.frozen
-class _Side:
-    """An engine, and a plain loop on the same model, threads and lane."""
-
-    engine: Engine
-    raw: RawLoop
-    lane: Lane
-
-    async def stream(self, n_tokens: int) -> None:
-        await seconds_of([(self.engine, 1)], n_tokens)
-
-    async def loop(self, n_tokens: int) -> None:
-        job = partial(self.raw.run, [[1] * 8], n_tokens)
-        await self.lane.run(job, abort=self.raw.request_abort)
 
 
 async def own_lanes(model: str) -> dict[str, float]:
@@ -80,29 +58,30 @@ async def own_lanes(model: str) -> dict[str, float]:
 @asynccontextmanager
 async def _opened(
     model: str, n_threads: int | None, lanes: Sequence[Lane]
-) -> AsyncIterator[list[_Side]]:
+) -> AsyncIterator[list[BesideLoop]]:
     config = EngineConfig(
         kv_cache=False, n_ctx=2048, n_threads=n_threads, n_threads_batch=n_threads
     )
-    config = await proven_config(config, model)
     async with AsyncExitStack() as stack:
-        sides = []
-        for name, lane in zip((model, OTHER), lanes, strict=True):
-            await stack.enter_async_context(lane.hosted())
-            loaded = await stack.enter_async_context(loaded_model(name, config, lane, None))
-            runtime = loaded.runtime
-            raw = RawLoop(runtime, runtime.config)
-            stack.callback(raw.close)
-            run = run_engine(runtime, loaded.template, runtime.config, lane)
-            sides.append(_Side(await stack.enter_async_context(run), raw, lane))
-        yield sides
+        yield [
+            await stack.enter_async_context(open_beside_loop(name, config, lane))
+            for name, lane in zip((model, OTHER), lanes, strict=True)
+        ]
 
 
-async def _shares(sides: Sequence[_Side]) -> list[int]:
+async def _stream(side: BesideLoop, n_tokens: int) -> None:
+    await seconds_of([(side.engine, 1)], n_tokens)
+
+
+async def _loop(side: BesideLoop, n_tokens: int) -> None:
+    await side.run_loop([[1] * 8], n_tokens)
+
+
+async def _shares(sides: Sequence[BesideLoop]) -> list[int]:
     """How many tokens each gets done while all generate."""
     for side in sides:
-        await side.stream(8)
-        await side.loop(8)
+        await _stream(side, 8)
+        await _loop(side, 8)
     before = [side.engine.stats().decode_tokens for side in sides]
     with trio.move_on_after(TOGETHER_S):
         await seconds_of([(side.engine, 1) for side in sides], 1500)
@@ -110,14 +89,14 @@ async def _shares(sides: Sequence[_Side]) -> list[int]:
 
 
 async def _seconds(
-    sides: Sequence[_Side], shares: Sequence[int], *, at_once: bool, raw: bool = False
+    sides: Sequence[BesideLoop], shares: Sequence[int], *, at_once: bool, raw: bool = False
 ) -> float:
+    generate = _loop if raw else _stream
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         for side, n_tokens in zip(sides, shares, strict=True):
-            generate = side.loop if raw else side.stream
             if at_once:
-                nursery.start_soon(generate, n_tokens)
+                nursery.start_soon(generate, side, n_tokens)
             else:
-                await generate(n_tokens)
+                await generate(side, n_tokens)
     return trio.current_time() - began
