@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from os import PathLike
 from statistics import median
 
@@ -123,10 +123,7 @@ async def run_prefix_bench(
         prefix_tokens=prefix_tokens,
         suffix_tokens=_SUFFIX_TOKENS,
         rounds=rounds,
-        rows=(
-            _row("cold", [(cold, cold) for pairs in shots.values() for cold, _ in pairs]),
-            *(_row(case, pairs) for case, pairs in shots.items()),
-        ),
+        rows=tuple(_rows(shots)),
     )
 
 
@@ -162,6 +159,12 @@ async def _beside(eng: Engine, prompt: list[int]) -> _Shot:
     async with eng.stream(endless) as pieces:
         await pieces.receive()
         return await _shot(eng, prompt)
+
+
+def _rows(shots: dict[str, list[tuple[_Shot, _Shot]]]) -> Iterator[PrefixRow]:
+    yield _row("cold", [(cold, cold) for pairs in shots.values() for cold, _ in pairs])
+    for case, pairs in shots.items():
+        yield _row(case, pairs)
 
 
 def _row(case: str, pairs: list[tuple[_Shot, _Shot]]) -> PrefixRow:
