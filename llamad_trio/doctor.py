@@ -6,7 +6,6 @@ here can die of it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -26,7 +25,12 @@ from llamad_trio.hub.manifest import installed_path, load_manifest, models_dir
 from llamad_trio.memory import available_memory, total_memory
 from llamad_trio.preflight import store
 from llamad_trio.preflight.advice import available_sets, built_sets
-from llamad_trio.preflight.prove import advice_for, installed_compiler, settings_of
+from llamad_trio.preflight.prove import (
+    advice_for,
+    installed_compiler,
+    installed_version,
+    settings_of,
+)
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
 from llamad_trio.system.cores import cpu_quota, physical_cores
@@ -94,13 +98,15 @@ async def examine_machine(config: EngineConfig | None = None) -> MachineReport:
     if allowed is not None:
         speeds = (await try_llama_cpp(settings, (), measure=allowed)).speeds
     compiler = await installed_compiler()
-    models, daemon = await trio.to_thread.run_sync(_look_around)
+    # On a worker thread: a disk can be slow, and so can a daemon.
+    models = await trio.to_thread.run_sync(_models)
+    daemon = await trio.to_thread.run_sync(_socket)
     flags = store.cpu_flags()
     return MachineReport(
         python=f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=store.cpu_model(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={name: installed_version(name) or "" for name in _PACKAGES},
         llama_cpp=verdict.version,
         built_for=sorted(built_sets(verdict.system_info)),
         cpu_has=sorted(available_sets(flags)),
@@ -149,13 +155,6 @@ def _reason(verdict: Verdict, asked: bool | None) -> str:
     return "they work here" if verdict.extra.is_good else verdict.extra.detail or "not tried"
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def _cores() -> dict[str, float | None]:
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
@@ -174,11 +173,6 @@ def _memory() -> dict[str, int | None]:
         "available": available_memory(),
         "limit": None if limit == resource.RLIM_INFINITY else limit,
     }
-
-
-def _look_around() -> tuple[dict[str, object], dict[str, object]]:
-    """On a worker thread: a disk can be slow, and so can a daemon."""
-    return _models(), _socket()
 
 
 def _models() -> dict[str, object]:

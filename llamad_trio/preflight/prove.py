@@ -113,17 +113,21 @@ def _tell_once(key: str, text: str) -> None:
 
 async def advice_for(verdict: Verdict) -> str:
     """What is wrong here, and what mends it.  A checkpoint."""
-    try:
-        version = importlib.metadata.version("llama-cpp-python")
-    except importlib.metadata.PackageNotFoundError:
-        version = None
     return advice_on(
         verdict,
         store.cpu_flags(),
         await installed_compiler(),
         python=sys.executable or "python",
-        binding_version=version,
+        binding_version=installed_version("llama-cpp-python"),
     )
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a Python package; `None` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 async def installed_compiler() -> CppCompiler | None:

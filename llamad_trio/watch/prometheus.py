@@ -195,19 +195,36 @@ class _StatsCollector(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats
-        yield _gauge(stats, "slots", "Slots by state.", lambda s: s.slots, "state")
-        yield _gauge(stats, "queued_requests", "Requests waiting for a slot.", lambda s: s.queued)
-        yield _gauge(stats, "kv_tokens", "The KV pool by use.", _kv_tokens, "state")
-        yield _counter(stats, "requests", "Requests by outcome.", lambda s: s.requests, "outcome")
-        yield _counter(stats, "tokens", "Tokens by how they came about.", _tokens, "kind")
-        yield _counter(stats, "compute_seconds", "Time spent in steps.", _seconds, "kind")
-        yield _counter(stats, "steps", "Steps run.", lambda s: s.steps)
-        yield _counter(stats, "aborted_steps", "Steps cut short.", lambda s: s.aborted_steps)
-        yield _counter(
-            stats, "preemptions", "Running requests that gave way.", lambda s: s.preemptions
-        )
-        yield _gauge(stats, "threads", "Threads that compute, by step.", _threads, "kind")
+        gauge = partial(self._metric, GaugeMetricFamily)
+        counter = partial(self._metric, CounterMetricFamily)
+        yield gauge("slots", "Slots by state.", lambda s: s.slots, "state")
+        yield gauge("queued_requests", "Requests waiting for a slot.", lambda s: s.queued)
+        yield gauge("kv_tokens", "The KV pool by use.", _kv_tokens, "state")
+        yield counter("requests", "Requests by outcome.", lambda s: s.requests, "outcome")
+        yield counter("tokens", "Tokens by how they came about.", _tokens, "kind")
+        yield counter("compute_seconds", "Time spent in steps.", _seconds, "kind")
+        yield counter("steps", "Steps run.", lambda s: s.steps)
+        yield counter("aborted_steps", "Steps cut short.", lambda s: s.aborted_steps)
+        yield counter("preemptions", "Running requests that gave way.", lambda s: s.preemptions)
+        yield gauge("threads", "Threads that compute, by step.", _threads, "kind")
+
+    def _metric(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        read: Callable[[EngineStats], Mapping[str, float] | float],
+        *labels: str,
+    ) -> Metric:
+        metric = family(f"llamad_{name}", text, labels=("engine", *labels))
+        for engine, stats in self._stats.items():
+            value = read(stats)
+            if isinstance(value, Mapping):
+                for label, part in value.items():
+                    metric.add_metric((engine, label), part)
+            else:
+                metric.add_metric((engine,), value)
+        return metric
 
 
 def _kv_tokens(stats: EngineStats) -> Mapping[str, float]:
@@ -232,29 +249,3 @@ def _seconds(stats: EngineStats) -> Mapping[str, float]:
 
 def _threads(stats: EngineStats) -> Mapping[str, float]:
     return {"prefill": stats.n_threads_batch, "decode": stats.n_threads}
-
-
-Read = Callable[[EngineStats], Mapping[str, float] | float]
-
-
-def _gauge(stats: StatsByEngine, name: str, text: str, read: Read, *labels: str) -> Metric:
-    return _fill(GaugeMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read)
-
-
-def _counter(stats: StatsByEngine, name: str, text: str, read: Read, *labels: str) -> Metric:
-    return _fill(
-        CounterMetricFamily(f"llamad_{name}", text, labels=("engine", *labels)), stats, read
-    )
-
-
-def _fill(
-    family: GaugeMetricFamily | CounterMetricFamily, stats: StatsByEngine, read: Read
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for engine, of_engine in stats.items():
-        value = read(of_engine)
-        if isinstance(value, Mapping):
-            for label, part in value.items():
-                family.add_metric((engine, label), part)
-        else:
-            family.add_metric((engine,), value)
-    return family
