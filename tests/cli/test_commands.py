@@ -176,7 +176,10 @@ def first_words(table: str) -> list[str]:
     return [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
 
 
-def test_bench_reports_ratios(command_line: CommandLine, tiny_model: TinyModels) -> None:
+def test_bench_reports_ratios(
+    command_line: CommandLine, tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     shape = [
         "-c",
         "1",
@@ -202,6 +205,8 @@ def test_bench_reports_ratios(command_line: CommandLine, tiny_model: TinyModels)
     table = command_line(*args).out
     assert "16 prompt + 8 tokens, medians of 1 pairs" in " ".join(table.split())
     assert first_words(table) == ["1", "2"]
+    columns = {"decode": 1, "prefill": 1, "TTFT": 1, "raw": 3, "ratio": 2}
+    assert {name: table.splitlines()[2].count(name) for name in columns} == columns
 
 
 def test_bench_tells_what_reusing_a_prefix_is_worth(
