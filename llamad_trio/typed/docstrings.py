@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+import textwrap
+from collections.abc import Iterator, Mapping
 
 import attrs
 
-_TITLES = r"(?:Args|Arguments|Parameters|Params|Keyword Args|Other Parameters|Attributes|Fields)"
-_GOOGLE_TITLE = re.compile(rf"{_TITLES}:\s*")
-_NUMPY_TITLE = re.compile(rf"{_TITLES}\s*")
-_ANY_GOOGLE_TITLE = re.compile(r"[A-Z]\w*(?: \w+)?:\s*")
-_RULE = re.compile(r"-{3,}\s*")
-_MARKED_NAME = r"`{0,2}(?:\\?\*){0,2}[^\W\d]\w*`{0,2}"  # *args, or \*args, in backticks or not
-_NAMES = re.compile(rf"{_MARKED_NAME}(?:\s*,\s*{_MARKED_NAME})*")
-_MARKS = "`*\\"
-_CLOSED_BY = {"(": ")", "[": "]", "{": "}"}
-_REST_ENTRY = re.compile(
-    r":(?:param|parameter|arg|argument|key|keyword|ivar|var|cvar|attr)\s(?P<head>[^:]*):(?P<text>.*)"
+_TITLE = r"(?:Args|Arguments|Parameters|Params|Keyword Args|Other Parameters|Attributes|Fields)"
+_NAME = r"`{0,2}(?:\\?\*){0,2}[^\W\d]\w*`{0,2}"  # *args, or \*args, in backticks or not
+_NAMES = rf"({_NAME}(?:[ \t]*,[ \t]*{_NAME})*)"
+_RULE = r"-{3,}[ \t]*$"
+_REST_WORD = r"(?:param|parameter|arg|argument|key|keyword|ivar|var|cvar|attr)"
+
+_STYLES = tuple(
+    (re.compile(section, re.MULTILINE), re.compile(entry, re.MULTILINE))
+    for section, entry in (
+        # Google: indented lines; of `name: text` or `name (type): text`.
+        (
+            rf"^{_TITLE}:[ \t]*\n((?:[ \t]+\S.*\n|[ \t]*\n)*)",
+            rf"^{_NAMES}[ \t]*(?:\(.*?\)[ \t]*)?:",
+        ),
+        # numpy: up to the next title; of `name` or `name : type`.
+        (
+            rf"^{_TITLE}[ \t]*\n{_RULE}((?:\n(?!.*\n{_RULE}).*)*)",
+            rf"^{_NAMES}[ \t]*(?::.*)?$",
+        ),
+        # reST: a field, and what is indented below it.
+        (
+            rf"^(:{_REST_WORD}\s.*\n(?:[ \t]+\S.*\n|[ \t]*\n)*)",
+            rf"\A:\w+\s(?:[^:\n]*\s)?({_NAME}(?:,{_NAME})*)[ \t]*:",
+        ),
+    )
 )
-_REST_FIELD = re.compile(r":[a-z]+(?:\s[^:]*)?:(?:\s|$)")
+"""For each style what holds entries, and what an entry begins with: its names in a group."""
+
+_END_OF_SUMMARY = re.compile(
+    rf"^[ \t]*$|^.*\n{_RULE}|^[A-Z]\w*(?: \w+)?:[ \t]*\n[ \t]+\S|^:[a-z]+(?:\s[^:\n]*)?:(?:\s|$)",
+    re.MULTILINE,
+)
 
 
 @attrs.frozen
@@ -43,116 +62,21 @@ class Documentation:
 
 def read_docstring(docstring: str | None) -> Documentation:
     """Read a docstring; `None` is an empty one."""
-    # A blank line at the end, so that there is one below every other.
-    lines = [*inspect.cleandoc(docstring or "").splitlines(), ""]
-    entries = [*_section_entries(lines), *_rest_entries(lines)]
-    return Documentation(
-        summary=_summary(lines),
-        parameters={name: text for names, text in entries for name in names},
-    )
+    text = inspect.cleandoc(docstring or "") + "\n"
+    summary = _END_OF_SUMMARY.split(text, maxsplit=1)[0]
+    return Documentation(_one_line(summary), dict(_entries(text)))
 
 
-_Entry = tuple[Sequence[str], str]
-"""Some names, and the text that is about each of them."""
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    """Each parameter's name, and what is said about it."""
+    for section, entry in _STYLES:
+        for block in section.findall(text):
+            # What is no entry continues the one above.
+            _, *parts = entry.split(textwrap.dedent(block))
+            for names, said in zip(parts[::2], parts[1::2], strict=True):
+                for name in names.split(","):
+                    yield name.strip("`*\\ \t"), _one_line(said)
 
 
-def _summary(lines: Sequence[str]) -> str:
-    paragraph: list[str] = []
-    for line, below in pairwise(lines):
-        google_title = _ANY_GOOGLE_TITLE.fullmatch(line) and _indent(below)
-        if google_title or _RULE.fullmatch(below) or _REST_FIELD.match(line) or not line.strip():
-            break
-        paragraph.append(line)
-    return _joined(paragraph)
-
-
-def _section_entries(lines: Sequence[str]) -> Iterator[_Entry]:
-    index = 0
-    while index < len(lines):
-        line, index = lines[index], index + 1
-        if _GOOGLE_TITLE.fullmatch(line):
-            end = _end_of_indented(lines, index)
-            yield from _entries(lines[index:end], _google_entry)
-            index = end
-        elif _NUMPY_TITLE.fullmatch(line) and _RULE.fullmatch(lines[index]):
-            end = _end_of_numpy(lines, index + 1)
-            yield from _entries(lines[index + 1 : end], _numpy_entry)
-            index = end
-
-
-def _end_of_indented(lines: Sequence[str], start: int) -> int:
-    rest = range(start, len(lines))
-    return next((i for i in rest if lines[i].strip() and not _indent(lines[i])), len(lines))
-
-
-def _end_of_numpy(lines: Sequence[str], start: int) -> int:
-    rest = range(start, len(lines) - 1)
-    return next((i for i in rest if _RULE.fullmatch(lines[i + 1])), len(lines))
-
-
-def _entries(block: Sequence[str], read: Callable[[str], _Entry | None]) -> Iterator[_Entry]:
-    """Entries stand at the block's own indent; what is deeper continues the one above."""
-    margin = next((_indent(line) for line in block if line.strip()), 0)
-    names: Sequence[str] = ()
-    texts: list[str] = []
-    for line in block:
-        entry = read(line.strip()) if _indent(line) == margin else None
-        if entry:
-            yield names, _joined(texts)
-            names, texts = entry[0], [entry[1]]
-        else:
-            texts.append(line)
-    yield names, _joined(texts)
-
-
-def _google_entry(line: str) -> _Entry | None:
-    """`name: text`, `name (type): text`, of names with commas, too."""
-    names, rest = _leading_names(line)
-    if rest.startswith("("):
-        rest = rest[_end_of_brackets(rest) :].lstrip()
-    return (names, rest[1:]) if names and rest.startswith(":") else None
-
-
-def _numpy_entry(line: str) -> _Entry | None:
-    """`name`, `name : type`, of names with commas, too."""
-    names, rest = _leading_names(line)
-    return (names, "") if names and rest[:1] in {"", ":"} else None
-
-
-def _leading_names(line: str) -> tuple[Sequence[str], str]:
-    found = _NAMES.match(line)
-    if found is None:
-        return (), line
-    names = [name.strip().strip(_MARKS) for name in found[0].split(",")]
-    return names, line[found.end() :].lstrip()
-
-
-def _end_of_brackets(text: str) -> int:
-    """Where the bracket that it begins with is closed; where any is if it is not."""
-    closing: list[str] = []
-    for index, character in enumerate(text):
-        if character in _CLOSED_BY:
-            closing.append(_CLOSED_BY[character])
-        elif character == closing[-1]:
-            closing.pop()
-            if not closing:
-                return index + 1
-    return text.find(")") + 1 or len(text)
-
-
-def _rest_entries(lines: Sequence[str]) -> Iterator[_Entry]:
-    for index, line in enumerate(lines):
-        entry = _REST_ENTRY.fullmatch(line)
-        words = entry["head"].split() if entry else []
-        names, rest = _leading_names(words[-1] if words else "")
-        if entry and not rest:
-            end = _end_of_indented(lines, index + 1)
-            yield names, _joined([entry["text"], *lines[index + 1 : end]])
-
-
-def _joined(texts: Sequence[str]) -> str:
-    return " ".join(text.strip() for text in texts if text.strip())
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip()) if line.strip() else 0
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
