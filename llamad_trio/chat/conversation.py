@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -228,7 +227,7 @@ def _no_tools() -> UnsupportedFeature:
 
 def _constraint(request: Request, after: str | None) -> Constraint | None:
     if request.json_schema is not None:
-        return Constraint("json_schema", json.dumps(request.json_schema), after)
+        return Constraint("json_schema", request.json_schema, after)
     if request.regex is not None:
         return Constraint("regex", request.regex, after)
     if request.lark is not None:

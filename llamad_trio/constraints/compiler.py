@@ -20,7 +20,7 @@ from llamad_trio.constraints.constraint import JSON_STYLE, Constraint, check_con
 from llamad_trio.core.errors import ProtocolError
 
 LIMITS = llguidance.LLParserLimits(
-    # An ambiguous grammar of single characters (see `core.gbnf_lark`) compares the items of
+    # An ambiguous grammar of single characters (see `gbnf_lark`) compares the items of
     # a row with each other: with this limit it ends after 50 ms, with a million after 500.
     # The grammars that llama.cpp ships need less than 50,000 on 262,144 tokens.
     step_max_items=200_000,
@@ -92,16 +92,6 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         return not self._matcher.is_error() and bool(self._bits.any())
 
-    def mask(self) -> NDArray[np.bool_]:
-        """Which tokens may come next, an array of shape (n_vocab,).
-
-        None at all when it cannot go on: see `error`.
-        """
-        if not self.may_go_on():
-            return np.zeros(self._n_vocab, dtype=np.bool_)
-        bits = np.unpackbits(self._bits.view(np.uint8), count=self._n_vocab, bitorder="little")
-        return bits.view(np.bool_)
-
     def apply(self, logits: NDArray[np.float32]) -> bool:
         """Make the logits of what may not come next minus infinity, in place.
 
@@ -118,7 +108,7 @@ class Matcher:
         logits += self._addends.reshape(-1)[: self._n_vocab]
         return True
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The tokens that come next, where there is no choice."""
         return self._matcher.compute_ff_tokens()
 
@@ -183,15 +173,13 @@ class Compiler:
 
 
 def _body(constraint: Constraint) -> dict[str, object]:
-    match constraint.kind:
-        case "json_schema":
-            schema = json.loads(constraint.source)
-            return {"json_schema": {**schema, "x-guidance": JSON_STYLE}}
-        case "regex":
-            regex = _SLASH.sub(lambda m: r"\/" if m[0] == "/" else m[0], constraint.source)
-            return {"lark_grammar": f"start: /{regex}/"}
-        case "lark":
-            return {"lark_grammar": constraint.source}
+    source = constraint.source
+    if not isinstance(source, str):
+        return {"json_schema": {**source, "x-guidance": JSON_STYLE}}
+    if constraint.kind == "lark":
+        return {"lark_grammar": source}
+    regex = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], source)
+    return {"lark_grammar": f"start: /{regex}/"}
 
 
 def _lead(text: str, token: int | None) -> str:

@@ -49,6 +49,11 @@ def fault_of_pattern(pattern: str, *, of_keys: bool = False) -> str | None:
     return None
 
 
+def looks_around(pattern: str) -> bool:
+    """Whether a regular expression looks ahead or behind, as far as can be seen."""
+    return _LOOK.search(pattern) is not None
+
+
 class _Fault(Exception):
     pass
 

@@ -64,7 +64,7 @@ class EngineLike(ABC):
         Args:
             request: what to compute, or just its prompt.
             into: a type: the text will be JSON of it, and `Completion.value` an instance.
-                Any that `typed.schema_of` can describe: attrs classes, dataclasses,
+                Any that `typed.schema` can describe: attrs classes, dataclasses,
                 TypedDicts, enums, Literals, unions, lists, dicts, primitives,
                 `msgspec.Struct`, pydantic models.
             describe: tell the model, at the end of the prompt, what its fields mean.

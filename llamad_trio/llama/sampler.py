@@ -149,7 +149,7 @@ class Sampler:
         if matcher is None:
             return [self._draw(context, row, logits)]
         if not self._forced:
-            self._forced = matcher.forced()[::-1]
+            self._forced = matcher.forced_tokens()[::-1]
         tokens: list[int] = []
         # What is forced is not drawn, so that no random number is used up: the text is the
         # same whether or not it is taken together.
@@ -158,7 +158,7 @@ class Sampler:
             if self._model.ends_generation(tokens[0]):
                 return tokens
             matcher.accept(tokens)
-            self._forced = [] if one_by_one else matcher.forced()[::-1]
+            self._forced = [] if one_by_one else matcher.forced_tokens()[::-1]
         together = self._forced[-(1 if one_by_one else MAX_TOGETHER) :][::-1]
         del self._forced[len(self._forced) - len(together) :]
         matcher.accept(together)

@@ -12,7 +12,9 @@ from llamad_trio.core.errors import IncompleteOutput, InferenceError, ProtocolEr
 from llamad_trio.core.fields import text, unknown_names
 from llamad_trio.core.request import Request
 from llamad_trio.typed.function_tool import tool_from
-from llamad_trio.typed.structure import describe as description_of, schema_of, structure
+from llamad_trio.typed.instances import instance_of_type
+from llamad_trio.typed.schema import schema_of
+from llamad_trio.typed.text import description_of
 
 
 def as_request(request: Request | str, fields: Mapping[str, Any]) -> Request:
@@ -82,7 +84,7 @@ def with_value(completion: Completion, kind: object) -> Completion:
     if is_cut_off(completion):
         raise IncompleteOutput(completion.text)
     try:
-        value = structure(completion.value, kind)
+        value = instance_of_type(completion.value, kind)
     except ValueError as error:
         raise InferenceError(f"the text makes no {kind}: {error}") from error
     return attrs.evolve(completion, value=value)

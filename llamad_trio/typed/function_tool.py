@@ -15,9 +15,9 @@ import attrs
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import Tool
 from llamad_trio.typed.docstrings import read_docstring
+from llamad_trio.typed.instances import instance_of_type
 from llamad_trio.typed.members import Member, peel, resolved_hints
 from llamad_trio.typed.schema import schema_of_members
-from llamad_trio.typed.structure import structure
 
 _VARIADIC = frozenset({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
@@ -102,7 +102,7 @@ def call_arguments(tool: Tool, arguments: Mapping[str, object]) -> dict[str, obj
             made[key] = value
         else:
             try:
-                made[key] = structure(value, parameter.hint, place=key)
+                made[key] = instance_of_type(value, parameter.hint, place=key)
             except ValueError as error:
                 complaints.append(str(error))
     if complaints:

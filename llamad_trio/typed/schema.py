@@ -6,7 +6,6 @@ A class used once stands where it is used; others stand in `$defs`.
 
 from __future__ import annotations
 
-import copy
 import datetime as dt
 import decimal
 import itertools
@@ -19,7 +18,10 @@ from typing import Any
 
 import msgspec
 
+from llamad_trio.constraints.schema_keywords import FORMATS, SUPPORTED, holds
+from llamad_trio.constraints.schema_pattern import looks_around
 from llamad_trio.core.errors import ProtocolError
+from llamad_trio.core.tools import JsonObject
 from llamad_trio.typed.members import (
     ARRAYS,
     Member,
@@ -81,16 +83,6 @@ WRITTEN_AS: Mapping[str, str] = {
 }
 """In words, patterns of this module."""
 
-_KEYWORDS = frozenset(
-    {
-        *("type", "enum", "const", "description", "$ref", "anyOf", "allOf"),
-        *("properties", "required", "additionalProperties", "patternProperties"),
-        *("minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"),
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    }
-)
-_FORMATS = frozenset({"uuid", "email", "uri", "ipv4", "ipv6", "hostname"})
 # As formats they are checked by their syntax only, which has a year 0 and a second 60.
 _DATE_FORMATS = {"date-time": _ZONED, "date": _DATE, "time": _ZONED_TIME, "duration": _DURATION}
 # A reference is to a class, such as an enum, of which the JSON Schema tells.
@@ -101,11 +93,11 @@ _TEXT_KEYS = frozenset(
     }
 )
 _NO_CORE_SCHEMAS = frozenset({"metadata", "serialization", "default"})
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]")
 _REF = "#/$defs/"
 
 
-def schema_of(kind: object) -> dict[str, object]:
+@cached_by_type
+def schema_of(kind: object) -> JsonObject:
     """The JSON Schema of a type.
 
     Takes classes of attrs, dataclasses and pydantic, `TypedDict`, `NamedTuple`,
@@ -115,10 +107,11 @@ def schema_of(kind: object) -> dict[str, object]:
     Raises:
         ProtocolError: a type, named with its place, that no schema describes.
     """
-    return copy.deepcopy(_build_schema(kind))
+    builder = _Builder()
+    return builder.finish(builder.schema(kind, type_name(peel(kind).base)))
 
 
-def schema_of_members(name: str, members: Sequence[Member]) -> dict[str, object]:
+def schema_of_members(name: str, members: Sequence[Member]) -> JsonObject:
     """The schema of an object with these members, which is not itself in `$defs`.
 
     Raises:
@@ -126,12 +119,6 @@ def schema_of_members(name: str, members: Sequence[Member]) -> dict[str, object]
     """
     builder = _Builder()
     return builder.finish(builder.object_of(members, name))
-
-
-@cached_by_type
-def _build_schema(kind: object) -> Schema:
-    builder = _Builder()
-    return builder.finish(builder.schema(kind, type_name(peel(kind).base)))
 
 
 class _Builder:
@@ -388,15 +375,14 @@ def _with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
 
     result: Schema = {}
     for key, part in schema.items():
-        match key:
-            case "properties" | "patternProperties":
-                # Properties may be called anything: here stand names, not keywords.
+        match holds(key):
+            case "schemas by name":
                 result[key] = {name: changed(value) for name, value in part.items()}
-            case "anyOf" | "allOf" | "prefixItems":
+            case "schemas":
                 result[key] = [changed(each) for each in part]
-            case "items" | "additionalProperties":
+            case "a schema":
                 result[key] = changed(part)
-            case _:
+            case None:
                 result[key] = part
     return result
 
@@ -419,9 +405,9 @@ def _cleaned(
                 result["anyOf"] = _expressible(part)
             case "format" if part in _DATE_FORMATS:
                 result.setdefault("pattern", _DATE_FORMATS[part])
-            case "format" if part not in _FORMATS:
+            case "format" if part not in FORMATS:
                 pass
-            case _ if key in _KEYWORDS:
+            case _ if key in SUPPORTED or key == "description":
                 result[key] = part
     result = _with_parts(result, clean)
     if "propertyNames" in schema:
@@ -467,5 +453,5 @@ def _types_of_keys(model: object) -> Iterator[str]:
 
 def _expressible(alternatives: Sequence[Schema]) -> Sequence[Schema]:
     """Without those whose pattern looks around, which llguidance cannot: pydantic's `Decimal`."""
-    kept = [each for each in alternatives if not _LOOKS_AROUND.search(each.get("pattern", ""))]
+    kept = [each for each in alternatives if not looks_around(each.get("pattern", ""))]
     return kept or alternatives

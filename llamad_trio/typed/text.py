@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
 
+from llamad_trio.core.tools import JsonObject
 from llamad_trio.typed.schema import WRITTEN_AS, reference, schema_of
 
-Schema = Mapping[str, Any]
 
-
-def describe(kind: object) -> str:
+def description_of(kind: object) -> str:
     """What a value of this type looks like as JSON, in a few lines of plain text.
 
     Every field is there with its type, and with its description where there is one: in the
@@ -29,8 +27,8 @@ def describe(kind: object) -> str:
     Raises:
         ProtocolError: the type has no schema.
     """
-    schema = cast("Schema", schema_of(kind))
-    definitions: Mapping[str, Schema] = schema.get("$defs", {})
+    schema = schema_of(kind)
+    definitions: Mapping[str, JsonObject] = schema.get("$defs", {})
     root = reference(schema)
     # A class that holds itself is said first, under its own name.
     first = _headed(schema) if root is None else _definition(root, definitions[root])
@@ -38,16 +36,16 @@ def describe(kind: object) -> str:
     return "\n\n".join([first, *others])
 
 
-def _headed(schema: Schema) -> str:
+def _headed(schema: JsonObject) -> str:
     head = schema.get("description")
     return f"{head}\n{_text(schema, '')}" if head else _text(schema, "")
 
 
-def _definition(name: str, schema: Schema) -> str:
+def _definition(name: str, schema: JsonObject) -> str:
     return f"{name}: {_headed(schema)}"
 
 
-def _text(schema: Schema | bool, margin: str) -> str:
+def _text(schema: JsonObject | bool, margin: str) -> str:
     if isinstance(schema, bool):
         return "any JSON"
     name = reference(schema)
@@ -74,7 +72,7 @@ def _text(schema: Schema | bool, margin: str) -> str:
     return "any JSON"
 
 
-def _object(schema: Schema, margin: str) -> str:
+def _object(schema: JsonObject, margin: str) -> str:
     deeper = margin + "  "
     required = schema.get("required", ())
     rows = [
@@ -99,13 +97,13 @@ def _object(schema: Schema, margin: str) -> str:
     return "\n".join(["{", *lines, f"{margin}}}"])
 
 
-def _comment(schema: Schema, required: bool) -> str:
+def _comment(schema: JsonObject, required: bool) -> str:
     words = [] if required else ["optional"]
     words += [schema["description"]] if schema.get("description") else []
     return f"  // {': '.join(words)}" if words else ""
 
 
-def _array(schema: Schema, margin: str) -> str:
+def _array(schema: JsonObject, margin: str) -> str:
     fixed = [_text(item, margin) for item in schema.get("prefixItems", ())]
     if fixed:
         least = schema.get("minItems", 0)
@@ -129,7 +127,7 @@ _LIMITS = {
 }
 
 
-def _limits(schema: Schema) -> str:
+def _limits(schema: JsonObject) -> str:
     ranges = ((schema.get(low), schema.get(high), noun) for low, high, noun in _RANGES)
     words = [_range(low, high) + noun for low, high, noun in ranges if (low, high) != (None, None)]
     words += [f"{text} {schema[keyword]}" for keyword, text in _LIMITS.items() if keyword in schema]

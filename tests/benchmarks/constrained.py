@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import statistics
 import time
 from functools import partial
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
+import numpy as np
 import trio
 
 from llamad_trio import Completion, Engine, Request, open_engine
@@ -133,11 +133,12 @@ async def gbnf_factor(model: str) -> dict[str, float]:
 def _gbnf_factor(model: str, tokens: list[int], decode_s: float) -> dict[str, float]:
     loaded = load_model(resolve_model(model), EngineConfig(), lambda _: True)
     try:
-        masks = Compiler(LlamaVocabulary(loaded)).compile(Constraint("json_schema", _json(PEOPLE)))
+        masks = Compiler(LlamaVocabulary(loaded)).compile(Constraint("json_schema", PEOPLE))
+        logits = np.zeros(loaded.n_vocab, dtype=np.float32)
         ours = []
         for token in tokens:
             start = time.perf_counter()
-            masks.mask()
+            masks.apply(logits)
             masks.accept([token])
             ours.append(time.perf_counter() - start)
         sampler = lib.llama_sampler_init_grammar(loaded.vocab, GBNF.encode(), b"root")
@@ -161,7 +162,3 @@ def _gbnf_factor(model: str, tokens: list[int], decode_s: float) -> dict[str, fl
         "ours_ms": 1e3 * cost,
         "theirs_ms": 1e3 * their_cost,
     }
-
-
-def _json(schema: JsonObject) -> str:
-    return json.dumps(schema)

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llamad_trio.constraints.constraint import (
-    MAX_DEPTH,
-    MAX_MULTIPLE,
     MAX_SOURCE_BYTES,
     Constraint,
     check_constraint,
 )
-from llamad_trio.constraints.schema_depth import depth_bound
-from llamad_trio.constraints.schema_vetting import resolve
+from llamad_trio.constraints.schema_vetting import MAX_DEPTH, MAX_MULTIPLE, depth_bound
 from llamad_trio.core.errors import ProtocolError
 from tests.effort import assert_linear
 
@@ -26,12 +23,11 @@ JSON = json.dumps
 
 
 def check(schema: dict[str, Any]) -> None:
-    check_constraint(Constraint("json_schema", JSON(schema)))
+    check_constraint(Constraint("json_schema", json.loads(JSON(schema))))
 
 
 def depth(schema: dict[str, Any]) -> int:
-    schema = json.loads(JSON(schema))
-    return depth_bound(schema, lambda ref: resolve(ref, schema))
+    return depth_bound(json.loads(JSON(schema)))
 
 
 def nested(n: int, keyword: str = "items") -> str:
@@ -53,13 +49,19 @@ def defined(*options: Sequence[object]) -> dict[str, dict[str, Any]]:
 # -- Sizes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
+@pytest.mark.parametrize("kind", ["regex", "lark"])
 def test_sources_are_limited_in_bytes(kind: Any) -> None:
     with pytest.raises(ProtocolError, match=f"{kind} has .* bytes"):
         check_constraint(Constraint(kind, "é" * (MAX_SOURCE_BYTES // 2 + 1)))
     with pytest.raises(ProtocolError, match="empty"):
         check_constraint(Constraint(kind, ""))
     check_constraint(Constraint("regex", "a" * MAX_SOURCE_BYTES))
+
+
+def test_schemas_are_limited_in_bytes() -> None:
+    check({"const": "a" * (MAX_SOURCE_BYTES - 20)})
+    with pytest.raises(ProtocolError, match=r"json_schema has \d+ bytes"):
+        check({"const": "a" * MAX_SOURCE_BYTES})
 
 
 def test_multiples_are_limited_by_their_product() -> None:
@@ -82,9 +84,9 @@ def test_what_only_looks_like_a_multiple_does_not_count() -> None:
 
 
 def test_nesting_is_limited() -> None:
-    check_constraint(Constraint("json_schema", nested(MAX_DEPTH - 1)))
+    check(json.loads(nested(MAX_DEPTH - 1)))
     with pytest.raises(ProtocolError, match="deep"):
-        check_constraint(Constraint("json_schema", nested(MAX_DEPTH)))
+        check(json.loads(nested(MAX_DEPTH)))
 
 
 def test_references_count_as_what_they_lead_to() -> None:
@@ -255,7 +257,7 @@ HOSTILE: dict[str, tuple[Callable[[int], str], int]] = {
 
 def check_hostile(source: str) -> None:
     try:
-        check_constraint(Constraint("json_schema", source))
+        check_constraint(Constraint("json_schema", json.loads(source)))
     except (ProtocolError, RecursionError) as error:
         # Python's own reader of JSON, which a request's schema has been through before.
         assert isinstance(error, ProtocolError) or source.startswith('{"items":{"items":')  # noqa: PT017

@@ -5,14 +5,9 @@ from typing import Any
 
 import pytest
 
+from llamad_trio.constraints.schema_keywords import ANNOTATIONS, REFUSED, SUPPORTED, resolve
 from llamad_trio.constraints.schema_pattern import fault_of_pattern
-from llamad_trio.constraints.schema_vetting import (
-    ANNOTATIONS,
-    REFUSED,
-    SUPPORTED,
-    resolve,
-    vet_schema,
-)
+from llamad_trio.constraints.schema_vetting import vet_schema
 from llamad_trio.core.errors import ProtocolError
 
 EXAMPLES: dict[str, Any] = {

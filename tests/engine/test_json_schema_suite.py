@@ -14,7 +14,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jsonschema
-import llguidance
 import msgspec
 import numpy as np
 import pydantic
@@ -22,50 +21,25 @@ import pytest
 import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.constraints.compiler import Compiler, Matcher
+from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
+from tests.matching import COMPILER, END, allowed
 from tests.schema_suite import Group, read_schema_suite
 from tests.support import ONE_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from tests.models import TinyModels
 
 Validator = jsonschema.Draft202012Validator
 
-END = 256
-
-
-class Bytes:
-    """A vocabulary of the 256 bytes, and one token that ends."""
-
-    eos_token_id = END
-    bos_token_id = None
-    special_token_ids = (END,)
-    tokens = (*(bytes([b]) for b in range(256)), b"\xff</s>")
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
-
-    def pieces(self) -> Sequence[bytes]:
-        return self.tokens
-
-    def tokenizer(self, pieces: Sequence[bytes]) -> llguidance.LLTokenizer:
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
-
-    def control_token(self, text: str) -> int | None:
-        return None
-
-
-COMPILER = Compiler(Bytes())
-
 
 def compiled(schema: object) -> Matcher | None:
     """At the beginning of a text; `None` if the schema is refused."""
     try:
-        return COMPILER.compile(Constraint("json_schema", json.dumps(schema)))
+        return COMPILER.compile(Constraint("json_schema", json.loads(json.dumps(schema))))
     except ProtocolError:
         return None
 
@@ -94,7 +68,7 @@ def walks(matcher: Matcher, chance: random.Random, n: int) -> Iterator[bytes]:
         liking, patience = chance.choice(LIKINGS), chance.choice([0.1, 0.4, 0.8])
         text = bytearray()
         while not (matcher.is_complete or (matcher.may_end and chance.random() > patience)):
-            totals = (matcher.mask()[:END] * liking).cumsum()
+            totals = (allowed(matcher)[:END] * liking).cumsum()
             if totals[-1] == 0 and matcher.may_end:
                 break
             assert totals[-1] > 0, f"nothing may follow {bytes(text)!r}: {matcher.error}"

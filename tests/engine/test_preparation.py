@@ -28,7 +28,7 @@ class SlowToCompile(ScriptedModel):
     def __init__(self) -> None:
         super().__init__("easy")
         self.may_go_on = threading.Event()
-        self.compiled: list[str] = []
+        self.compiled: list[object] = []
 
     def compile(self, constraint: Constraint) -> Matcher:
         self.compiled.append(constraint.source)

@@ -26,7 +26,7 @@ from llamad_trio import (
     open_engine,
 )
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
-from llamad_trio.typed.structure import structure
+from llamad_trio.typed.instances import instance_of_type
 from tests.support import ONE_THREAD, until_idle
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ async def test_a_model_that_makes_no_sense_writes_values(
                 )
                 n_whole += 1
                 assert done.finish_reason == "stop"
-                assert done.value == structure(json.loads(done.text), kind)
+                assert done.value == instance_of_type(json.loads(done.text), kind)
         assert n_whole
 
 

@@ -8,26 +8,32 @@ known; a keyword that is not is refused, never ignored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llamad_trio.chat.tools.lark import LarkRules, json_expr, quoted
 from llamad_trio.chat.tools.writing import json_text, python_text
-from llamad_trio.core.errors import UnsupportedFeature
+from llamad_trio.constraints.constraint import MAX_SOURCE_BYTES
+from llamad_trio.constraints.schema_keywords import (
+    SUPPORTED,
+    nodes_within,
+    resolve,
+    says_nothing,
+    standing_alone,
+)
+from llamad_trio.constraints.schema_vetting import vet_schema
+from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.tools import JsonObject
 
-_SAYS_NOTHING = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "$defs", "definitions", "$schema"}
-)
-_KNOWN = {
+_WRITABLE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
     "array": frozenset({"items", "minItems", "maxItems"}),
     "boolean": frozenset[str](),
     "null": frozenset[str](),
 }
+"""The keywords that can be written out, by the type they are about."""
+
 _WORDS = {"boolean": '("True" | "False")', "null": '"None"'}
-_AGREED = frozenset({"string", "number", "integer"})
 
 
 class PythonSchema:
@@ -46,6 +52,7 @@ class PythonSchema:
         self._tool = tool
         self._schema = schema
         self._n_rules = 0
+        self._n_json_chars = 0
         self._referred: dict[str, str] = {}
 
     def arguments(self) -> str:
@@ -53,13 +60,24 @@ class PythonSchema:
 
         They come in the schema's order; those not required may be left out.
 
-        Raises `UnsupportedFeature` for what Python calls or this module cannot express.
+        Raises `UnsupportedFeature` for what llguidance, Python calls or this module cannot
+        express.
         """
-        schema = self._schema
-        for _ in range(len(_refs(schema))):
-            if set(schema) - _SAYS_NOTHING - {"type"} == {"$ref"}:
-                schema = self._resolve(schema["$ref"], "arguments")
-        self._check_keywords(schema, "object", "arguments")
+        try:
+            vet_schema(self._schema)
+            return self._arguments(self._schema)
+        except ProtocolError as error:
+            raise self._refusal("arguments", error.reason) from error
+        except RecursionError:
+            raise self._refusal("arguments", "it is nested too deeply") from None
+
+    def _arguments(self, schema: JsonObject) -> str:
+        told = _telling(schema)
+        if told.keys() - {"type"} == {"$ref"}:
+            target = resolve(schema["$ref"], self._schema)
+            if isinstance(target, Mapping):
+                return self._arguments(target)
+        self._check_writable(told, "object", "arguments")
         if schema.get("additionalProperties", False) is not False:
             raise self._refusal("arguments", "they can only be those that the schema names")
         for name in schema.get("properties", {}):
@@ -89,34 +107,30 @@ class PythonSchema:
         return first
 
     def _value(self, schema: Any, where: str) -> str:
-        if not isinstance(schema, Mapping):
-            if schema is not True:
+        if isinstance(schema, bool):
+            if not schema:
                 raise self._refusal(where, "it allows nothing")
             return self._any()
-        if not self._has_words(schema, set()):
-            return json_expr({**schema, **_shared(self._schema, schema)})
-        told = {key: schema[key] for key in schema if key not in _SAYS_NOTHING}
+        told = _telling(schema)
         match told:
-            case {"enum": [_, *_]} if set(told) <= {"enum", "type"}:
-                return self._one_of([quoted(python_text(value)) for value in told["enum"]])
-            case {"const": value} if set(told) <= {"const", "type"}:
-                return quoted(python_text(value))
-            case {"anyOf": [*options]} | {"oneOf": [*options]} if len(told) == 1:
-                return self._one_of([self._value(option, where) for option in options])
             case {"$ref": str(name)} if len(told) == 1:
                 return self._refer(name, where)
+            case _ if not self._has_words(schema, set()):
+                return self._json(schema, where)
+            case {"enum": [*values]} if told.keys() <= {"enum", "type"}:
+                return _one_of([quoted(python_text(value)) for value in values])
+            case {"const": value} if told.keys() <= {"const", "type"}:
+                return quoted(python_text(value))
+            case {"anyOf": [*options]} | {"oneOf": [*options]} if len(told) == 1:
+                return _one_of([self._value(option, where) for option in options])
             case {"type": [*types]}:
-                options = [_of_type(told, type_) for type_ in types]
-                return self._one_of([self._value(option, where) for option in options])
+                return _one_of([self._value(_of_type(told, type_), where) for type_ in types])
             case {"type": str(type_)}:
-                self._check_keywords(told, type_, where)
+                self._check_writable(told, type_, where)
                 return self._typed(told, type_, where)
-            case {}:
-                if told:
-                    raise self._refusal(where, f"{', '.join(sorted(told))} without a type")
-                return self._any()
-            case _:
-                raise self._refusal(where, f"the keywords {', '.join(sorted(told))} together")
+            case _ if told:
+                raise self._refusal(where, f"{', '.join(sorted(told))} without a type")
+        return self._any()
 
     def _typed(self, schema: JsonObject, type_: str, where: str) -> str:
         if type_ in _WORDS:
@@ -148,6 +162,14 @@ class PythonSchema:
         listed = f"{item} ({quoted(', ')} {item}){counts}"
         return self._rule(listed if least else f'{listed} | ""')
 
+    def _json(self, schema: JsonObject, where: str) -> str:
+        """A value that is written alike in both languages."""
+        expression = json_expr(standing_alone(schema, self._schema))
+        self._n_json_chars += len(expression)
+        if self._n_json_chars > MAX_SOURCE_BYTES:
+            raise self._refusal(where, f"it comes to more than {MAX_SOURCE_BYTES} bytes")
+        return expression
+
     def _any(self) -> str:
         rule = self._rules.rule
         rule("PY_STRING", r'/"([^"\\\x00-\x1f\x7f]|\\(["\\bfnrt]|u00[0-9a-fA-F]{2}))*"/')
@@ -158,61 +180,45 @@ class PythonSchema:
         words = '"True" | "False" | "None"'
         return rule("py_any", f"PY_STRING | PY_NUMBER | {words} | py_list | py_dict")
 
-    def _one_of(self, options: Sequence[str]) -> str:
-        return f"({' | '.join(options)})"
-
     def _refer(self, name: str, where: str) -> str:
         if name not in self._referred:
             rule = self._referred[name] = self._new_name()
-            self._rules.rule(rule, self._value(self._resolve(name, where), name))
+            self._rules.rule(rule, self._value(resolve(name, self._schema), where))
         return self._referred[name]
-
-    def _resolve(self, name: str, where: str) -> JsonObject:
-        found: Any = self._schema
-        for step in name.removeprefix("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        if not name.startswith("#/") or not isinstance(found, Mapping):
-            raise self._refusal(where, f"{name!r} refers to no schema of its own")
-        return found
 
     def _has_words(self, schema: Any, seen: set[str]) -> bool:
         """Whether true, false or null can be in a value of the schema, as far as can be told."""
         match schema:
             case bool():
                 return schema
-            case {"enum": [*values]}:
-                return any(map(_holds_word, values))
-            case {"const": value}:
-                return _holds_word(value)
+            case {"enum": values} | {"const": values}:
+                return any(leaf is None or isinstance(leaf, bool) for leaf in nodes_within(values))
             case {"$ref": str(name)}:
                 # One that was seen has been, or is being, looked into elsewhere.
                 if name in seen:
                     return False
                 seen.add(name)
-                return self._has_words(self._resolve(name, name), seen)
-            case {"anyOf": [*options]} | {"oneOf": [*options]}:
-                return any(self._has_words(option, seen) for option in options)
+                return self._has_words(resolve(name, self._schema), seen)
+            case {"anyOf": parts} | {"oneOf": parts}:
+                pass
             case {"type": [*types]}:
-                return any(self._has_words(_of_type(schema, type_), seen) for type_ in types)
+                parts = [_of_type(schema, type_) for type_ in types]
             case {"type": "array"}:
-                items = [schema.get("items", True), *schema.get("prefixItems", ())]
-                return any(self._has_words(item, seen) for item in items)
+                parts = [schema.get("items", True), *schema.get("prefixItems", ())]
             case {"type": "object"}:
-                values = [
+                parts = [
                     schema.get("additionalProperties", True),
                     *schema.get("properties", {}).values(),
                     *schema.get("patternProperties", {}).values(),
                 ]
-                return any(self._has_words(value, seen) for value in values)
-            case {"type": str(type_)}:
-                return type_ not in _AGREED
             case _:
-                return True
+                return schema.get("type") not in ("string", "number", "integer")
+        return any(self._has_words(part, seen) for part in parts)
 
-    def _check_keywords(self, schema: JsonObject, type_: str, where: str) -> None:
-        if type_ not in _KNOWN:
-            raise self._refusal(where, f"the type {type_!r} here")
-        unknown = set(schema) - _SAYS_NOTHING - _KNOWN[type_] - {"type"}
+    def _check_writable(self, told: JsonObject, type_: str, where: str) -> None:
+        if type_ not in _WRITABLE or told.get("type", type_) != type_:
+            raise self._refusal(where, f"the type {told.get('type')!r} here")
+        unknown = told.keys() - _WRITABLE[type_] - {"type"}
         if unknown:
             raise self._refusal(where, f"the keywords {', '.join(sorted(unknown))}")
 
@@ -227,43 +233,19 @@ class PythonSchema:
         return f"{self._prefix}_{self._n_rules}"
 
 
-def _of_type(schema: Mapping[str, Any], type_: str) -> JsonObject:
-    """The schema for one of its types, with the keywords that say nothing of the others."""
-    alien = frozenset[str]().union(*(_KNOWN[t] for t in _KNOWN if t != type_))
-    own = _KNOWN.get(type_, frozenset())
-    left = {k: v for k, v in schema.items() if k not in alien or k in own}
-    if type_ in _WORDS:
-        left = {k: v for k, v in left.items() if k not in _OF_TEXT_AND_NUMBERS}
-    return {**left, "type": type_}
+def _one_of(options: Sequence[str]) -> str:
+    return f"({' | '.join(options)})"
 
 
-_OF_TEXT_AND_NUMBERS = frozenset(
-    {
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+def _telling(schema: JsonObject) -> JsonObject:
+    """The schema without what says nothing of its values."""
+    return {name: value for name, value in schema.items() if not says_nothing(name)}
+
+
+def _of_type(schema: JsonObject, type_: str) -> JsonObject:
+    """The schema for one of its types, without the keywords that say nothing of that."""
+    limiting = {None, "number" if type_ == "integer" else type_}
+    left = {
+        k: v for k, v in schema.items() if k not in SUPPORTED or SUPPORTED[k].limits in limiting
     }
-)
-
-
-def _holds_word(value: object) -> bool:
-    match value:
-        case None | bool():
-            return True
-        case list():
-            return any(map(_holds_word, value))
-        case dict():
-            return any(map(_holds_word, value.values()))
-        case _:
-            return False
-
-
-def _shared(document: JsonObject, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a part of the document needs beside it for its references to resolve."""
-    if '"$ref"' not in json.dumps(schema):
-        return {}
-    return {key: document[key] for key in ("$defs", "definitions") if key in document}
-
-
-def _refs(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas that others of the same document may refer to."""
-    return {**schema.get("definitions", {}), **schema.get("$defs", {})}
+    return {**left, "type": type_}

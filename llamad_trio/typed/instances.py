@@ -1,9 +1,8 @@
-"""Typed results: a Python type to a schema for the model, and the model's JSON to a value.
+"""JSON data as an instance of a Python type.
 
-`schema_of` and `structure` read types through `type_members`, so what the schema allows can
-be structured.  What a schema for llguidance cannot say comes out in `structure` only: a number
-too large for a `float`, an item twice in a set with a least size, pydantic's own validators and
-the limits of its `Decimal`.
+Reads types through `members`, as `schema` does, so what a type's schema allows makes an instance.
+What a schema for llguidance cannot say comes out here only: a number too large for a `float`, an
+item twice in a set with a least size, pydantic's own validators and the limits of its `Decimal`.
 """
 
 from __future__ import annotations
@@ -11,19 +10,13 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast, overload
 
 import attrs
 import cattrs
 import msgspec
-from cattrs.errors import (
-    AttributeValidationNote,
-    ClassValidationError,
-    ForbiddenExtraKeysError,
-    IterableValidationError,
-    IterableValidationNote,
-)
 
 from llamad_trio.typed.members import (
     ARRAYS,
@@ -40,9 +33,6 @@ from llamad_trio.typed.members import (
     type_name,
 )
 from llamad_trio.typed.schema import schema_of
-from llamad_trio.typed.text import describe
-
-__all__ = ["describe", "schema_of", "structure"]
 
 T = TypeVar("T")
 
@@ -53,10 +43,10 @@ _Hook = Callable[[Any, Any], object]
 
 
 @overload
-def structure(data: object, kind: type[T], *, place: str = ...) -> T: ...
+def instance_of_type(data: object, kind: type[T], *, place: str = ...) -> T: ...
 @overload
-def structure(data: object, kind: object, *, place: str = ...) -> object: ...
-def structure(data: object, kind: object, *, place: str = "") -> object:
+def instance_of_type(data: object, kind: object, *, place: str = ...) -> object: ...
+def instance_of_type(data: object, kind: object, *, place: str = "") -> object:
     """Make a value of a type from JSON data, as `json.loads` gives it.
 
     Nothing is coerced, but for whole numbers where a float is wanted.  Of the members
@@ -84,23 +74,81 @@ def structure(data: object, kind: object, *, place: str = "") -> object:
 @cached_by_type
 def _converter_for(_kind: object) -> cattrs.Converter:
     # A converter remembers every type it met; one for each root lets the cache forget them.
-    converter = cattrs.Converter(detailed_validation=True)
-    converter.register_structure_hook_factory(lambda _: True, _hook)
+    converter = cattrs.Converter()
+    converter.register_structure_hook_factory(lambda _: True, _hook_for)
     # cattrs coerces these, and finds their hooks by class, before any predicate.
     for builtin in (str, int, float, bool):
-        converter.register_structure_hook(builtin, _builtin)
+        converter.register_structure_hook(builtin, _builtin_hook)
     return converter
 
 
-def _hook(kind: object, converter: cattrs.Converter) -> _Hook:
+def _hook_for(kind: object, converter: cattrs.Converter) -> _Hook:
     peeled = peel(kind)
     return _RULES[sort_of(peeled)](peeled, converter)
 
 
-def _builtin(data: object, kind: type) -> object:
+# -- What is wrong ----------------------------------------------------------------------------
+
+
+class _MisfitError(Exception):
+    """Data that does not fit: all that is wrong with it, each with its place."""
+
+    def __init__(self, complaints: Sequence[tuple[str, str]]) -> None:
+        super().__init__(complaints)
+        self.complaints = complaints
+
+
+def _make_all(parts: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
+    """Make each of the parts; where any does not fit, complain of all that do not."""
+    made: list[T] = []
+    complaints: list[tuple[str, str]] = []
+    for place, make in parts:
+        try:
+            made.append(make())
+        except Exception as error:
+            complaints += [(place + below, text) for below, text in _complaints(error)]
+    if complaints:
+        raise _MisfitError(complaints)
+    return made
+
+
+def _complaints(error: Exception) -> Sequence[tuple[str, str]]:
+    match error:
+        case _MisfitError():
+            return error.complaints
+        case RecursionError():
+            text = "nested too deeply"
+        case msgspec.ValidationError():
+            text = str(error).replace("`", "")
+            text = text[:1].lower() + text[1:]
+        case _ if callable(getattr(error, "errors", None)):  # pydantic's
+            return [
+                ("".join(map(_step, part.get("loc", ()))), str(part.get("msg", error)))
+                for part in cast("Any", error).errors()
+            ]
+        case _:
+            text = str(error) or type(error).__name__
+    return [("", text)]
+
+
+def _step(name: object) -> str:
+    return f"[{name}]" if isinstance(name, int) else f".{name}"
+
+
+def _message(error: Exception, place: str = "") -> str:
+    found = [((place + path).removeprefix("."), text) for path, text in _complaints(error)]
+    said = [f"{path}: {text}" if path else text for path, text in found[:_MAX_COMPLAINTS]]
+    more = len(found) - _MAX_COMPLAINTS
+    return "; ".join([*said, f"and {more} more"] if more > 0 else said)
+
+
+# -- Values -----------------------------------------------------------------------------------
+
+
+def _builtin_hook(data: object, kind: type) -> object:
     # Found by class, so an enum that is also a `str` ends here, too.
     values = literal_values(kind)
-    return _plain(data, kind) if values is None else _literal(data, values)
+    return _converted(data, kind) if values is None else _value_written_as(data, values)
 
 
 def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
@@ -109,10 +157,10 @@ def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
 
 def _scalar_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
     kind = peeled.annotated
-    return lambda data, _: _plain(data, kind)
+    return lambda data, _: _converted(data, kind)
 
 
-def _plain(data: object, kind: object) -> Any:
+def _converted(data: object, kind: object) -> Any:
     value: Any = msgspec.convert(data, cast("type", kind), strict=True)
     # `json.loads` makes infinity of 1e400; msgspec refuses as many digits.
     if isinstance(value, float) and math.isinf(value):
@@ -127,10 +175,10 @@ def _alias_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
 
 def _values_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
     values = literal_values(peeled.base) or ()
-    return lambda data, _: _literal(data, values)
+    return lambda data, _: _value_written_as(data, values)
 
 
-def _literal(data: object, values: Sequence[tuple[object, object]]) -> object:
+def _value_written_as(data: object, values: Sequence[tuple[object, object]]) -> object:
     for value, member in values:
         if _is_same(value, data):
             return member
@@ -151,34 +199,16 @@ def _model_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
     return lambda data, _: model.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
 
 
-def _keep(
-    errors: list[Exception], error: Exception, note: Callable[..., str], place: object, kind: object
-) -> None:
-    """Keep an error in a part, with its place in a note: the other parts may have more."""
-    # Each error is raised anew for each place, and so has one.
-    error.__notes__ = [note(f"at {place!r}", place, kind)]
-    errors.append(error)
-
-
-def _failure(
-    group: Callable[..., Exception], errors: Sequence[Exception], kind: object
-) -> Exception:
-    return group(f"{type_name(kind)} does not fit", errors, kind)
+# -- Containers -------------------------------------------------------------------------------
 
 
 def _items(
-    data: Sequence[object], kinds: Sequence[Any], whole: object, converter: cattrs.Converter
-) -> list[Any]:
-    made: list[object] = []
-    errors: list[Exception] = []
-    for index, (item, kind) in enumerate(zip(data, kinds, strict=True)):
-        try:
-            made.append(converter.structure(item, kind))
-        except Exception as error:
-            _keep(errors, error, IterableValidationNote, index, kind)
-    if errors:
-        raise _failure(IterableValidationError, errors, whole)
-    return made
+    data: Sequence[object], kinds: Sequence[Any], converter: cattrs.Converter
+) -> list[object]:
+    return _make_all(
+        (f"[{index}]", partial(converter.structure, item, kind))
+        for index, (item, kind) in enumerate(zip(data, kinds, strict=True))
+    )
 
 
 def _check_length(items: Sequence[object], least: int, most: int) -> None:
@@ -192,11 +222,11 @@ def _array_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     make = ARRAYS[peeled.origin]
     (item,) = peeled.arguments or (object,)
 
-    def hook(data: object, kind: object) -> object:
-        items = _plain(data, shell)
-        made: Any = make(_items(items, [item] * len(items), kind, converter))
+    def hook(data: object, _kind: object) -> object:
+        items = _converted(data, shell)
+        made: Any = make(_items(items, [item] * len(items), converter))
         if peeled.constrained and make is not list:
-            _plain(list(made), shell)
+            _converted(list(made), shell)
         return made
 
     return hook
@@ -205,12 +235,12 @@ def _array_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
 def _tuple_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     kinds = (object, ...) if peeled.base is tuple else peeled.arguments
 
-    def hook(data: object, kind: object) -> object:
-        items = _plain(data, list)
+    def hook(data: object, _kind: object) -> object:
+        items = _converted(data, list)
         if kinds[-1:] == (...,):
-            return tuple(_items(items, [kinds[0]] * len(items), kind, converter))
+            return tuple(_items(items, [kinds[0]] * len(items), converter))
         _check_length(items, len(kinds), len(kinds))
-        return tuple(_items(items, kinds, kind, converter))
+        return tuple(_items(items, kinds, converter))
 
     return hook
 
@@ -220,65 +250,59 @@ def _mapping_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     key_kind, value_kind = peeled.arguments or (str, object)
     whole_keys = peel(key_kind).base is int
 
-    def structure_key(key: object) -> object:
+    def pair(key: object, value: object) -> tuple[object, object]:
         if whole_keys and isinstance(key, str):
             try:
-                return converter.structure(int(key), key_kind)
+                key = int(key)
             except ValueError:
                 raise ValueError("expected a whole number for a key") from None
-        return converter.structure(key, key_kind)
+        return converter.structure(key, key_kind), converter.structure(value, value_kind)
 
-    def hook(data: object, kind: object) -> object:
-        made: dict[object, object] = {}
-        errors: list[Exception] = []
-        for key, value in _plain(data, shell).items():
-            try:
-                made[structure_key(key)] = converter.structure(value, value_kind)
-            except Exception as error:
-                _keep(errors, error, IterableValidationNote, key, value_kind)
-        if errors:
-            raise _failure(IterableValidationError, errors, kind)
-        return made
+    def hook(data: object, _kind: object) -> object:
+        items = _converted(data, shell).items()
+        return dict(_make_all((f"[{key}]", partial(pair, key, value)) for key, value in items))
 
     return hook
 
 
 def _class_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
-    kind: Any = peeled.base
-    members = cast("Members", members_of(kind, type_name(kind)))
+    members = cast("Members", members_of(peeled.base, type_name(peeled.base)))
     names = [member.name for member in members.items]
     required = sum(member.required for member in members.items)
 
-    def named(data: object) -> dict[str, object]:
+    def by_name(data: object) -> dict[str, object]:
         if not members.array:
-            return cast("dict[str, object]", _plain(data, dict))
-        items = _plain(data, list)
+            return cast("dict[str, object]", _converted(data, dict))
+        items = _converted(data, list)
         _check_length(items, required, len(names))
         return dict(zip(names, items, strict=False))
 
+    def value_of(name: str, hint: Any, given: Mapping[str, object]) -> object:
+        if name not in given:
+            raise ValueError("is missing")
+        return converter.structure(given[name], hint)
+
+    def refuse_unknown(given: Mapping[str, object]) -> None:
+        if unknown := given.keys() - names:
+            raise ValueError("unknown " + ", ".join(sorted(map(repr, unknown))))
+
     def hook(data: object, _kind: object) -> object:
-        given = named(data)
-        arguments: dict[str, object] = {}
-        errors: list[Exception] = []
-        for member in members.items:
-            hint: Any = member.hint
-            try:
-                if member.name in given:
-                    value = converter.structure(given[member.name], hint)
-                    if member.attribute is not None:
-                        arguments[member.attribute] = value
-                elif member.required:
-                    raise KeyError(member.name)
-            except Exception as error:
-                _keep(errors, error, AttributeValidationNote, member.name, hint)
-        unknown = {str(name) for name in given.keys() - names}
-        if unknown:
-            errors.append(ForbiddenExtraKeysError(None, kind, unknown))
-        if errors:
-            raise _failure(ClassValidationError, errors, kind)
+        given = by_name(data)
+        wanted = [member for member in members.items if member.required or member.name in given]
+        parts: list[tuple[str, Callable[[], object]]] = [
+            (f".{member.name}", partial(value_of, member.name, member.hint, given))
+            for member in wanted
+        ]
+        parts.append(("", partial(refuse_unknown, given)))
+        values = _make_all(parts)
+        # A tag is no argument.
+        arguments = {m.attribute: v for m, v in zip(wanted, values, strict=False) if m.attribute}
         return members.make(**arguments)
 
     return hook
+
+
+# -- Unions -----------------------------------------------------------------------------------
 
 
 def _union_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
@@ -304,20 +328,6 @@ def _union_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     return hook
 
 
-_RULES: Mapping[Sort, Callable[[Peeled, cattrs.Converter], _Hook]] = {
-    Sort.UNION: _union_hook,
-    Sort.SCALAR: _scalar_hook,
-    Sort.ARRAY: _array_hook,
-    Sort.TUPLE: _tuple_hook,
-    Sort.MAPPING: _mapping_hook,
-    Sort.ANYTHING: _anything_hook,
-    Sort.VALUES: _values_hook,
-    Sort.MODEL: _model_hook,
-    Sort.ALIAS: _alias_hook,
-    Sort.CLASS: _class_hook,
-}
-
-
 _WIDTHS: Mapping[object, int] = {int: 2, float: 3, str: 4, Any: 5, object: 5}
 
 
@@ -329,9 +339,9 @@ def _width(kind: object) -> int:
 
 @attrs.frozen
 class _Alternative:
-    """A member of a union, and what can be seen of it without structuring.
+    """A member of a union, and what can be seen of it without making it.
 
-    Structuring every member until one fits takes time exponential in the depth of
+    Making every member until one fits takes time exponential in the depth of
     recursive classes: they fail late, at a tag behind their deepest field.
     """
 
@@ -386,41 +396,15 @@ def _plausible(alternatives: Sequence[_Alternative], data: object) -> Sequence[_
     return meant if len(meant) == 1 else []
 
 
-def _message(error: BaseException, place: str = "") -> str:
-    paths = ((path.removeprefix("."), text) for path, text in _complaints(error, place))
-    complaints = [f"{path}: {text}" if path else text for path, text in paths]
-    more = len(complaints) - _MAX_COMPLAINTS
-    if more > 0:
-        complaints[_MAX_COMPLAINTS:] = [f"and {more} more"]
-    return "; ".join(complaints)
-
-
-def _complaints(error: BaseException, path: str) -> Iterator[tuple[str, str]]:
-    match error:
-        case ClassValidationError() | IterableValidationError():
-            for each in error.exceptions:
-                yield from _complaints(each, path + _place(each))
-        case ForbiddenExtraKeysError():
-            yield path, "unknown " + ", ".join(sorted(map(repr, error.extra_fields)))
-        case KeyError() if _place(error) and error.args:
-            yield path, "is missing"
-        case RecursionError():
-            yield path, "nested too deeply"
-        case msgspec.ValidationError():
-            text = str(error).replace("`", "")
-            yield path, text[:1].lower() + text[1:]
-        case _ if callable(getattr(error, "errors", None)):
-            for part in cast("Any", error).errors():
-                steps = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in part.get("loc", ()))
-                yield path + "".join(steps), str(part.get("msg", error))
-        case _:
-            yield path, str(error) or type(error).__name__
-
-
-def _place(error: BaseException) -> str:
-    for note in getattr(error, "__notes__", ()):
-        if isinstance(note, AttributeValidationNote):
-            return f".{note.name}"
-        if isinstance(note, IterableValidationNote):
-            return f"[{note.index}]"
-    return ""
+_RULES: Mapping[Sort, Callable[[Peeled, cattrs.Converter], _Hook]] = {
+    Sort.UNION: _union_hook,
+    Sort.SCALAR: _scalar_hook,
+    Sort.ARRAY: _array_hook,
+    Sort.TUPLE: _tuple_hook,
+    Sort.MAPPING: _mapping_hook,
+    Sort.ANYTHING: _anything_hook,
+    Sort.VALUES: _values_hook,
+    Sort.MODEL: _model_hook,
+    Sort.ALIAS: _alias_hook,
+    Sort.CLASS: _class_hook,
+}
