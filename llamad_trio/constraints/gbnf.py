@@ -61,21 +61,21 @@ class Chars:
 
 
 @attrs.frozen(eq=False)
-class Sequence:
+class Concatenation:
     """One item after the other.  Without items: the empty text."""
 
     items: tuple[Node, ...]
 
 
 @attrs.frozen(eq=False)
-class Choice:
+class Alternation:
     """Any of the options."""
 
     options: tuple[Node, ...]
 
 
 @attrs.frozen(eq=False)
-class Repeat:
+class Repetition:
     """`low` to `high` times; without end if `high` is `None`."""
 
     item: Node
@@ -84,17 +84,17 @@ class Repeat:
 
 
 @attrs.frozen(eq=False)
-class Ref:
+class Reference:
     """What the rule of that name matches."""
 
     name: str
 
 
-Node = Chars | Sequence | Choice | Repeat | Ref
+Node = Chars | Concatenation | Alternation | Repetition | Reference
 
 
 @attrs.frozen
-class Grammar:
+class GbnfGrammar:
     """A grammar that some text matches.  `nullable`: the rules that match the empty text."""
 
     root: str
@@ -102,7 +102,7 @@ class Grammar:
     nullable: frozenset[str]
 
 
-def parse_gbnf(source: str, root: str) -> Grammar:
+def parse_gbnf(source: str, root: str) -> GbnfGrammar:
     """Read a grammar.
 
     Raises:
@@ -127,7 +127,7 @@ def parse_gbnf(source: str, root: str) -> Grammar:
     nullable = frozenset(name for name, length in shortest.items() if length == 0)
     _refuse_left_recursion(parser, nullable)
     _refuse_expansion(parser)
-    return Grammar(root, rules, nullable)
+    return GbnfGrammar(root, rules, nullable)
 
 
 def matches_empty(node: Node, nullable: frozenset[str]) -> bool:
@@ -135,28 +135,28 @@ def matches_empty(node: Node, nullable: frozenset[str]) -> bool:
     match node:
         case Chars():
             return False
-        case Ref(name):
+        case Reference(name):
             return name in nullable
-        case Sequence(items):
+        case Concatenation(items):
             return all(matches_empty(item, nullable) for item in items)
-        case Choice(options):
+        case Alternation(options):
             return any(matches_empty(option, nullable) for option in options)
-        case Repeat(item, low):
+        case Repetition(item, low):
             return low == 0 or matches_empty(item, nullable)
 
 
 def children(node: Node) -> tuple[Node, ...]:
     """The nodes that a node is made of; a reference and a character are of none."""
     match node:
-        case Sequence(nodes) | Choice(nodes):
+        case Concatenation(nodes) | Alternation(nodes):
             return nodes
-        case Repeat(item):
+        case Repetition(item):
             return (item,)
         case _:
             return ()
 
 
-def joined(kind: type[Sequence | Choice], nodes: Iterable[Node]) -> Node:
+def node_of(kind: type[Concatenation | Alternation], nodes: Iterable[Node]) -> Node:
     """The nodes as one of that kind; one alone as it is."""
     parts = tuple(nodes)
     return parts[0] if len(parts) == 1 else kind(parts)
@@ -164,7 +164,7 @@ def joined(kind: type[Sequence | Choice], nodes: Iterable[Node]) -> Node:
 
 def references(node: Node) -> Iterator[str]:
     """The rules a node refers to, in order, as often as it does."""
-    return (part.name for part in _within([node]) if isinstance(part, Ref))
+    return (part.name for part in _nodes_within([node]) if isinstance(part, Reference))
 
 
 def bottom_up(rules: Mapping[str, Node]) -> list[str]:
@@ -182,7 +182,7 @@ def bottom_up(rules: Mapping[str, Node]) -> list[str]:
     return order
 
 
-def _within(nodes: Iterable[Node]) -> Iterator[Node]:
+def _nodes_within(nodes: Iterable[Node]) -> Iterator[Node]:
     """The nodes and all that is in them, from left to right."""
     waiting = list(nodes)[::-1]
     while waiting:
@@ -200,14 +200,14 @@ def _shortest(rules: Mapping[str, Node]) -> dict[str, int]:
     users: defaultdict[Node, list[Node]] = defaultdict(list)
     cost: dict[Node, int] = {}
     missing: dict[Node, int] = {}
-    for node in _within(rules.values()):
-        parts = (rules[node.name],) if isinstance(node, Ref) else children(node)
+    for node in _nodes_within(rules.values()):
+        parts = (rules[node.name],) if isinstance(node, Reference) else children(node)
         for part in parts:
             users[part].append(node)
         cost[node] = 1 if isinstance(node, Chars) else 0
         # Of other nodes the first part that is settled is the shortest.
-        missing[node] = len(parts) if isinstance(node, Sequence) else min(len(parts), 1)
-        if isinstance(node, Repeat) and node.low == 0:
+        missing[node] = len(parts) if isinstance(node, Concatenation) else min(len(parts), 1)
+        if isinstance(node, Repetition) and node.low == 0:
             missing[node] = 0
     settled: dict[Node, int] = {}
     # The number decides between equals: nodes do not compare.
@@ -218,7 +218,7 @@ def _shortest(rules: Mapping[str, Node]) -> dict[str, int]:
         settled[node] = length
         for user in users[node]:
             missing[user] -= 1
-            cost[user] += length * (user.low if isinstance(user, Repeat) else 1)
+            cost[user] += length * (user.low if isinstance(user, Repetition) else 1)
             if missing[user] == 0:
                 heapq.heappush(heap, (min(cost[user], MAX_TEXT + 1), id(user), user))
     return {name: settled[node] for name, node in rules.items() if node in settled}
@@ -226,11 +226,11 @@ def _shortest(rules: Mapping[str, Node]) -> dict[str, int]:
 
 def _leftmost(node: Node, nullable: frozenset[str]) -> Iterator[str]:
     """The rules that may begin a node's text, with nothing before them."""
-    if isinstance(node, Ref):
+    if isinstance(node, Reference):
         yield node.name
     for part in children(node):
         yield from _leftmost(part, nullable)
-        if isinstance(node, Sequence) and not matches_empty(part, nullable):
+        if isinstance(node, Concatenation) and not matches_empty(part, nullable):
             break
 
 
@@ -253,12 +253,12 @@ def _refuse_expansion(parser: _Parser) -> None:
 
     def size(node: Node) -> int:
         match node:
-            case Ref(name):
+            case Reference(name):
                 # What recurs is counted once: it repeats by recurring, not by a count.
                 return sizes.get(name, 1)
-            case Sequence(items):
+            case Concatenation(items):
                 return sum(map(size, items))
-            case Repeat(item, low, high):
+            case Repetition(item, low, high):
                 return size(item) * max(low, high or 1)
             case _:
                 return max(map(size, children(node)), default=1)
@@ -315,21 +315,21 @@ class _Parser:
         self.expect("::=")
         self.skip(_LINES)
         # Of two definitions llama.cpp takes the last.
-        self.rules[name], self.hollow[name] = self.choice(depth=0)
+        self.rules[name], self.hollow[name] = self.alternation(depth=0)
         if self.peek() not in {"", "\r", "\n"}:
             self.refuse(f"unexpected {self.peek()!r}")
         self.skip(_LINES)
 
-    def choice(self, depth: int) -> tuple[Node, bool]:
+    def alternation(self, depth: int) -> tuple[Node, bool]:
         """Alternatives, and whether one of them has nothing in it."""
-        options = [self.sequence(depth)]
+        options = [self.concatenation(depth)]
         while self.take("|"):
             self.skip(_LINES)
-            options.append(self.sequence(depth))
-        nodes = [joined(Sequence, option) for option in options]
-        return joined(Choice, nodes), not all(options)
+            options.append(self.concatenation(depth))
+        nodes = [node_of(Concatenation, option) for option in options]
+        return node_of(Alternation, nodes), not all(options)
 
-    def sequence(self, depth: int) -> list[Node]:
+    def concatenation(self, depth: int) -> list[Node]:
         space = _LINES if depth else _SPACE
         items: list[Node] = []
         last: _Last | None = None
@@ -343,7 +343,7 @@ class _Parser:
                 symbols = self.symbols
                 node, head = self.item(char, depth)
                 last = _Last(head, max(1, self.symbols - symbols) if char == "(" else 1)
-            if isinstance(node, Sequence) and not node.items and char != "(":
+            if isinstance(node, Concatenation) and not node.items and char != "(":
                 last = None
             else:
                 items.append(node)
@@ -356,7 +356,7 @@ class _Parser:
             self.refuse("token references are not supported")
         if _NAME.match(char):
             name = self.name()
-            return Ref(name), name
+            return Reference(name), name
         self.at += 1
         match char:
             case '"':
@@ -373,7 +373,7 @@ class _Parser:
             self.refuse(f"more than {MAX_NESTING} groups inside each other")
         self.generated += 1
         self.skip(_LINES)
-        node, hollow = self.choice(depth)
+        node, hollow = self.alternation(depth)
         self.expect(")")
         return node, hollow
 
@@ -382,7 +382,7 @@ class _Parser:
         while not self.take('"'):
             code = self.character()
             items.append(self.chars_but([(0, code - 1), (code + 1, 2**32)]))
-        return joined(Sequence, items)
+        return node_of(Concatenation, items)
 
     def char_class(self) -> Node:
         negated = self.take("^")
@@ -395,12 +395,12 @@ class _Parser:
                     self.refuse("character range ends before it begins")
             ranges.append((low, high))
         if not ranges:
-            return Sequence(())
-        return self.chars_but(ranges if negated else _others(ranges))
+            return Concatenation(())
+        return self.chars_but(ranges if negated else _complement(ranges))
 
     def chars_but(self, excluded: Iterable[tuple[int, int]]) -> Chars:
         """Any character of text but these."""
-        ranges = tuple(_others([*excluded, *_NOT_TEXT]))
+        ranges = tuple(_complement([*excluded, *_NOT_TEXT]))
         if not ranges:
             self.refuse("matches no character that a text can have")
         if len(ranges) > MAX_RANGES:
@@ -449,10 +449,10 @@ class _Parser:
         if last.stacked > MAX_STACKED:
             self.refuse(f"more than {MAX_STACKED} repetitions of one item")
         if high == 0:
-            return Sequence(())
+            return Concatenation(())
         if low == 0:
             last.head = True
-        return Repeat(item, low, high)
+        return Repetition(item, low, high)
 
     def bounds(self, space: re.Pattern[str]) -> tuple[int, int | None]:
         sign = self.peek()
@@ -547,7 +547,7 @@ class _Last:
     stacked: int = 0
 
 
-def _others(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _complement(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """All numbers of 32 bits that are in none of the ranges, as `Chars` has them."""
     start = 0
     for low, high in sorted([*ranges, (2**32, 2**32)]):

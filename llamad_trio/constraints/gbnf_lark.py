@@ -23,18 +23,18 @@ from math import inf
 import attrs
 
 from llamad_trio.constraints.gbnf import (
+    Alternation,
     Chars,
-    Choice,
-    Grammar,
+    Concatenation,
+    GbnfGrammar,
     Node,
     Ranges,
-    Ref,
-    Repeat,
-    Sequence,
+    Reference,
+    Repetition,
     bottom_up,
     children,
-    joined,
     matches_empty,
+    node_of,
     parse_gbnf,
     references,
 )
@@ -105,39 +105,43 @@ class _Effort:
 # -- recursion ------------------------------------------------------------------------------
 
 
-def _without_tail_recursion(grammar: Grammar) -> Grammar:
+def _without_tail_recursion(grammar: GbnfGrammar) -> GbnfGrammar:
     """`r ::= a r | b` becomes `r ::= a* b`: llguidance is slow, and limited, at the former."""
     used = [grammar.root]
     rules: dict[str, Node] = {}
     for name in used:
         if name not in rules:
-            loops, ends = _tails(grammar.rules[name], name)
-            again = [Repeat(joined(Choice, loops), 0, None)] if loops else []
-            rules[name] = joined(Sequence, [*again, joined(Choice, ends)])
+            loops, ends = _split_at_tail(grammar.rules[name], name)
+            again = [Repetition(node_of(Alternation, loops), 0, None)] if loops else []
+            rules[name] = node_of(Concatenation, [*again, node_of(Alternation, ends)])
             used.extend(references(rules[name]))
     return attrs.evolve(grammar, rules=rules)
 
 
-def _tails(node: Node, rule: str) -> tuple[list[Node], list[Node]]:
+def _split_at_tail(node: Node, rule: str) -> tuple[list[Node], list[Node]]:
     """Split the node's texts: what comes before the rule itself at their end; and the others."""
     match node:
-        case Ref(name) if name == rule:
-            return [Sequence(())], []
-        case Choice(options):
-            split = [_tails(option, rule) for option in options]
+        case Reference(name) if name == rule:
+            return [Concatenation(())], []
+        case Alternation(options):
+            split = [_split_at_tail(option, rule) for option in options]
             return [n for loops, _ in split for n in loops], [n for _, ends in split for n in ends]
-        case Repeat(item, 0, 1):
-            loops, ends = _tails(item, rule)
-            return (loops, [*ends, Sequence(())]) if loops else ([], [node])
-        case Sequence([*before, last]):
-            loops, ends = _tails(last, rule)
+        case Repetition(item, 0, 1):
+            loops, ends = _split_at_tail(item, rule)
+            return (loops, [*ends, Concatenation(())]) if loops else ([], [node])
+        case Concatenation([*before, last]):
+            loops, ends = _split_at_tail(last, rule)
             if loops:
-                return [_before(before, n) for n in loops], [_before(before, n) for n in ends]
+                return [_concatenated(before, n) for n in loops], [
+                    _concatenated(before, n) for n in ends
+                ]
     return [], [node]
 
 
-def _before(items: list[Node], last: Node) -> Node:
-    return joined(Sequence, [*items, *(last.items if isinstance(last, Sequence) else [last])])
+def _concatenated(items: list[Node], last: Node) -> Node:
+    return node_of(
+        Concatenation, [*items, *(last.items if isinstance(last, Concatenation) else [last])]
+    )
 
 
 # -- lexemes --------------------------------------------------------------------------------
@@ -159,7 +163,7 @@ class _Cut:
         max_lexeme: the largest of them; but a single character always is one.
     """
 
-    def __init__(self, grammar: Grammar, effort: _Effort, max_lexeme: int) -> None:
+    def __init__(self, grammar: GbnfGrammar, effort: _Effort, max_lexeme: int) -> None:
         self.grammar = grammar
         self.effort = effort
         self._max_lexeme = max_lexeme
@@ -179,14 +183,14 @@ class _Cut:
         match node:
             case Chars(ranges):
                 found = len(ranges), 0
-            case Ref(name):
+            case Reference(name):
                 # The rules before it have theirs, so this one recurs.
                 size, nesting = self._extents.get(self.grammar.rules[name], (inf, 0))
                 found = size, nesting + 1
-            case Repeat(item, low, high):
+            case Repetition(item, low, high):
                 size, nesting = self._extent(item)
                 found = size * max(low, high or 1), nesting + 1
-            case Choice(nodes) | Sequence(nodes):
+            case Alternation(nodes) | Concatenation(nodes):
                 extents = [self._extent(child) for child in nodes]
                 size = sum(size for size, _ in extents)
                 found = size, 1 + max((nesting for _, nesting in extents), default=0)
@@ -220,10 +224,10 @@ class _Cut:
         """Let this node, which is a lexeme, be none; its parts may be."""
         parts = self.parts(node)
         is_literal = all(isinstance(part, Chars) for part in parts)
-        whole = isinstance(node, Sequence) and node not in self._beginnings
+        whole = isinstance(node, Concatenation) and node not in self._beginnings
         if whole and len(parts) > 2 and not is_literal:
             # Mostly it is only the end that runs on.
-            beginning = Sequence(parts[:-1])
+            beginning = Concatenation(parts[:-1])
             self._beginnings.add(beginning)
             parts = (beginning, parts[-1])
         self._parts[node] = parts
@@ -231,7 +235,7 @@ class _Cut:
     def parts(self, node: Node) -> tuple[Node, ...]:
         """The nodes that stand for this one, which is no lexeme, in the grammar."""
         assert not isinstance(node, Chars), "a character is always a lexeme"
-        if isinstance(node, Ref):
+        if isinstance(node, Reference):
             return (self.grammar.rules[node.name],)
         return self._parts.get(node, children(node))
 
@@ -241,15 +245,15 @@ class _Cut:
                 spans = [_character(a) + (f"-{_character(b)}" if b > a else "") for a, b in ranges]
                 alone = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
                 return spans[0] if alone else f"[{''.join(spans)}]"
-            case Ref(name):
+            case Reference(name):
                 return self._regex(self.grammar.rules[name])
-            case Sequence(items):
+            case Concatenation(items):
                 return "".join(map(self._regex, items))
-            case Choice(options):
+            case Alternation(options):
                 return f"(?:{'|'.join(map(self._regex, options))})"
-            case Repeat(item, low, high):
+            case Repetition(item, low, high):
                 inner = self._regex(item)
-                if not isinstance(item, Chars | Choice):
+                if not isinstance(item, Chars | Alternation):
                     inner = f"(?:{inner})"
                 return inner + _quantifier(low, high)
 
@@ -269,7 +273,7 @@ def _quantifier(low: int, high: int | None) -> str:
 # -- whether the lexemes are exact ----------------------------------------------------------
 
 
-def _exact_cut(grammar: Grammar) -> _Cut:
+def _exact_cut(grammar: GbnfGrammar) -> _Cut:
     cut = _Cut(grammar, _Effort(MAX_EFFORT), MAX_LEXEME)
     while running_on := _Places(cut).running_on():
         for node in running_on:
@@ -318,11 +322,11 @@ class _Places:
         waiting = [(begin, begin), *((follow, follow) for follow in self._follow)]
         while waiting:
             some, others = waiting.pop()
-            for a in _bits(some):
+            for a in _members(some):
                 self._cut.effort.spend()
                 new = others & ~seen[a]
                 seen[a] |= new
-                for b in _bits(new):
+                for b in _members(new):
                     self._cut.effort.spend()
                     yield a, b
                     followed = self._follow[a] and self._follow[b]
@@ -335,7 +339,7 @@ class _Places:
 
     def _leads(self, lexemes: int) -> int:
         """The bytes with which these may begin."""
-        automata = (self._cut.automaton(self._lexemes[number]) for number in _bits(lexemes))
+        automata = (self._cut.automaton(self._lexemes[number]) for number in _members(lexemes))
         return _union((automaton.begins for automaton in automata), self._cut.effort)
 
     def _find_first(self) -> None:
@@ -355,7 +359,7 @@ class _Places:
             if number == MAX_PLACES:
                 raise _TooMuchEffortError
             return 1 << number
-        if isinstance(node, Ref):
+        if isinstance(node, Reference):
             return self._first[node.name]
         first = 0
         open_ = True
@@ -363,7 +367,7 @@ class _Places:
             begin = self._begin(part)
             # All parts are visited: each lexeme needs its number.
             first |= begin if open_ else 0
-            if isinstance(node, Sequence):
+            if isinstance(node, Concatenation):
                 open_ = open_ and matches_empty(part, self._cut.grammar.nullable)
         return first
 
@@ -380,16 +384,16 @@ class _Places:
         lexeme = self._cut.lexeme(node)
         if lexeme is not None:
             self._follow[self._numbers[lexeme]] |= then
-        elif isinstance(node, Ref):
+        elif isinstance(node, Reference):
             if then & ~self._after[node.name]:
                 self._after[node.name] |= then
                 yield node.name
         else:
-            if isinstance(node, Repeat) and node.high != 1:
+            if isinstance(node, Repetition) and node.high != 1:
                 then |= self._begin(node.item)
             for part in reversed(self._cut.parts(node)):
                 yield from self._follow_in(part, then)
-                if isinstance(node, Sequence):
+                if isinstance(node, Concatenation):
                     open_ = matches_empty(part, self._cut.grammar.nullable)
                     then = self._begin(part) | (then if open_ else 0)
 
@@ -426,29 +430,29 @@ class _Automaton:
         """The bytes with which its text may begin."""
 
     def _leads(self, leads: list[int], positions: int) -> int:
-        return _union((leads[position] for position in _bits(positions)), self._effort)
+        return _union((leads[position] for position in _members(positions)), self._effort)
 
     def _build(self, node: Node) -> tuple[int, int, bool]:
         """Add the node; return its first and last positions, and whether it may be empty."""
         self._effort.spend()
-        first, last, empty = 0, 0, isinstance(node, Sequence)
+        first, last, empty = 0, 0, isinstance(node, Concatenation)
         match node:
             case Chars(ranges):
                 self._ranges.append(ranges)
                 self._follow.append(0)
                 first = last = 1 << (len(self._ranges) - 1)
-            case Ref(name):
+            case Reference(name):
                 return self._build(self._rules[name])
-            case Choice(options):
+            case Alternation(options):
                 for begin, end, nothing in map(self._build, options):
                     first, last, empty = first | begin, last | end, empty or nothing
-            case Sequence(items):
+            case Concatenation(items):
                 for begin, end, nothing in map(self._build, items):
                     self._link(last, begin)
                     first |= begin if empty else 0
                     last = end | (last if nothing else 0)
                     empty = empty and nothing
-            case Repeat(item, low, high):
+            case Repetition(item, low, high):
                 first, last, empty = self._build(item)
                 if high != 1:
                     self._link(last, first)
@@ -456,7 +460,7 @@ class _Automaton:
         return first, last, empty
 
     def _link(self, before: int, after: int) -> None:
-        for position in _bits(before):
+        for position in _members(before):
             self._effort.spend()
             self._follow[position] |= after
 
@@ -472,7 +476,7 @@ class _Automaton:
         waiting = [(self._first, other._first)] if self.begins & other.begins else []
         while waiting:
             mine, others = waiting.pop()
-            for a, b in itertools.product(_bits(mine), _bits(others)):
+            for a, b in itertools.product(_members(mine), _members(others)):
                 self._effort.spend()
                 if (a, b) in seen or not self._both(self._ranges[a], other._ranges[b]):
                     continue
@@ -504,7 +508,7 @@ def _union(sets: Iterable[int], effort: _Effort) -> int:
     return found
 
 
-def _bits(number: int) -> Iterator[int]:
+def _members(number: int) -> Iterator[int]:
     while number:
         lowest = number & -number
         yield lowest.bit_length() - 1
@@ -528,7 +532,7 @@ class _Writer:
         self._alternatives = 0
 
     def text(self) -> str:
-        self._rules["start"] = self._term(Ref(self._cut.grammar.root))
+        self._rules["start"] = self._term(Reference(self._cut.grammar.root))
         for node in self._waiting:
             self._rules[self._names[node]] = self._body(node)
         self._refuse_nesting()
@@ -537,7 +541,7 @@ class _Writer:
         return "".join(lines)
 
     def _body(self, node: Node) -> str:
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             options = list(dict.fromkeys(map(self._items, node.options)))
         else:
             options = [self._items(node)]
@@ -547,7 +551,7 @@ class _Writer:
         return " | ".join(options)
 
     def _items(self, node: Node) -> str:
-        if isinstance(node, Sequence) and node.items and self._cut.lexeme(node) is None:
+        if isinstance(node, Concatenation) and node.items and self._cut.lexeme(node) is None:
             return " ".join(map(self._items, self._cut.parts(node)))
         return self._term(node)
 
@@ -558,12 +562,12 @@ class _Writer:
         if lexeme is not None:
             return self._terminal(lexeme)
         match node:
-            case Repeat(item, low, high):
+            case Repetition(item, low, high):
                 inner = self._term(item)
                 if not inner[-1].isalnum():
                     inner = f"({inner})"
                 return inner + _quantifier(low, high)
-            case Ref(name):
+            case Reference(name):
                 return self._rule(self._cut.grammar.rules[name])
             case _:
                 return self._rule(node)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from llamad_trio.constraints import gbnf
-from llamad_trio.constraints.gbnf import Chars, Choice, Node, Ref, Repeat, Sequence, parse_gbnf
+from llamad_trio.constraints.gbnf import (
+    Alternation,
+    Chars,
+    Concatenation,
+    Node,
+    Reference,
+    Repetition,
+    parse_gbnf,
+)
 from llamad_trio.core.errors import ProtocolError
 from tests.effort import assert_linear
 
@@ -22,13 +30,13 @@ def show(node: Node) -> str:
     match node:
         case Chars(ranges):
             return "".join(chr(a) if a == b else f"<{a:x}-{b:x}>" for a, b in ranges)
-        case Sequence(items):
+        case Concatenation(items):
             return f"({' '.join(map(show, items))})"
-        case Choice(options):
+        case Alternation(options):
             return f"({' | '.join(map(show, options))})"
-        case Repeat(item, low, high):
+        case Repetition(item, low, high):
             return f"{show(item)}{{{low},{'' if high is None else high}}}"
-        case Ref(name):
+        case Reference(name):
             return f"${name}"
 
 
