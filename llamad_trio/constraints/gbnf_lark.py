@@ -132,13 +132,11 @@ def _split_at_tail(node: Node, rule: str) -> tuple[list[Node], list[Node]]:
         case Concatenation([*before, last]):
             loops, ends = _split_at_tail(last, rule)
             if loops:
-                return [_concatenated(before, n) for n in loops], [
-                    _concatenated(before, n) for n in ends
-                ]
+                return [_append(before, n) for n in loops], [_append(before, n) for n in ends]
     return [], [node]
 
 
-def _concatenated(items: list[Node], last: Node) -> Node:
+def _append(items: list[Node], last: Node) -> Node:
     return node_of(
         Concatenation, [*items, *(last.items if isinstance(last, Concatenation) else [last])]
     )

@@ -10,15 +10,14 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 
-import attrs
-
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import Tool
-from llamad_trio.typed.docstrings import read_docstring
+from llamad_trio.typed.docstrings import Documentation, read_docstring
 from llamad_trio.typed.instances import instance_of_type
-from llamad_trio.typed.members import Member, peel, resolved_hints
+from llamad_trio.typed.members import Member, peel, resolve_hints
 from llamad_trio.typed.schema import schema_of_members
 
+_EMPTY = inspect.Parameter.empty
 _VARIADIC = frozenset({inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
@@ -43,32 +42,26 @@ def tool_from(item: Callable[..., object] | Tool) -> Tool:
     parameters = _parameters(item, name)
     # Not `inspect.getdoc`, which finds "Call self as a function." for an undocumented `__call__`.
     documentation = read_docstring(definition.__doc__)
-    summary = documentation.summary or read_docstring(_named(item).__doc__).summary
-    members: list[Member] = []
-    for parameter in parameters:
-        if parameter.variadic:
-            raise ProtocolError(f"{name}: a tool cannot take *{parameter.name}")
-        if parameter.positional_only:
-            raise ProtocolError(
-                f"{name}: {parameter.name!r} is positional-only; tools are called by name"
-            )
-        if not parameter.hinted:
-            raise ProtocolError(f"{name}: parameter {parameter.name!r} has no type hint")
-        described = peel(parameter.hint).description
-        members.append(
-            Member(
-                name=parameter.name,
-                attribute=parameter.name,
-                hint=parameter.hint,
-                required=parameter.required,
-                description=described or documentation.parameters.get(parameter.name),
-            )
-        )
-    return Tool(
+    summary = documentation.summary or read_docstring(_named_part(item).__doc__).summary
+    members = [_member(parameter, name, documentation) for parameter in parameters]
+    schema = schema_of_members(name, members)
+    return Tool(name=name, description=summary, schema=schema, function=item)
+
+
+def _member(parameter: inspect.Parameter, tool: str, documentation: Documentation) -> Member:
+    name = parameter.name
+    if parameter.kind in _VARIADIC:
+        raise ProtocolError(f"{tool}: a tool cannot take *{name}")
+    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise ProtocolError(f"{tool}: {name!r} is positional-only; tools are called by name")
+    if parameter.annotation is _EMPTY:
+        raise ProtocolError(f"{tool}: parameter {name!r} has no type hint")
+    return Member(
         name=name,
-        description=summary,
-        schema=schema_of_members(name, members),
-        function=item,
+        attribute=name,
+        hint=parameter.annotation,
+        required=parameter.default is _EMPTY,
+        description=peel(parameter.annotation).description or documentation.parameters.get(name),
     )
 
 
@@ -86,62 +79,46 @@ def call_arguments(tool: Tool, arguments: Mapping[str, object]) -> dict[str, obj
     if tool.function is None:
         raise ProtocolError(f"the tool {tool.name!r} has no function to call")
     parameters = _parameters(tool.function, tool.name)
-    named = {parameter.name: parameter for parameter in parameters if not parameter.variadic}
-    open_ended = any(parameter.variadic for parameter in parameters)
+    named = {each.name: each for each in parameters if each.kind not in _VARIADIC}
     complaints = [
-        f"missing argument {parameter.name!r}"
-        for parameter in named.values()
-        if parameter.required and parameter.name not in arguments
+        f"missing argument {name!r}"
+        for name, parameter in named.items()
+        if parameter.default is _EMPTY and name not in arguments
     ]
     made: dict[str, object] = {}
-    for key, value in arguments.items():
-        parameter = named.get(key)
-        if parameter is None and not open_ended:
-            complaints.append(f"unknown argument {key!r}: {_taken(list(named))}")
-        elif parameter is None or not parameter.hinted:
-            made[key] = value
-        else:
+    for name, value in arguments.items():
+        if name in named and named[name].annotation is not _EMPTY:
             try:
-                made[key] = instance_of_type(value, parameter.hint, place=key)
+                made[name] = instance_of_type(value, named[name].annotation, place=name)
             except ValueError as error:
                 complaints.append(str(error))
+        elif name in named or len(named) < len(parameters):
+            made[name] = value
+        else:
+            takes = f"it takes {', '.join(named)}" if named else "it takes none"
+            complaints.append(f"unknown argument {name!r}: {takes}")
     if complaints:
         raise ValueError(f"{tool.name}: " + "; ".join(complaints))
     return made
 
 
-@attrs.frozen
-class _Parameter:
-    name: str
-    hint: object
-    hinted: bool
-    required: bool
-    variadic: bool
-    positional_only: bool
-
-
-def _parameters(item: Callable[..., object], name: str) -> Sequence[_Parameter]:
+def _parameters(item: Callable[..., object], name: str) -> Sequence[inspect.Parameter]:
+    """What it can be called with, each with its type for an annotation, if it has one."""
     try:
         signature = inspect.signature(item)
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"{name}: its signature cannot be read: {error}") from error
-    hints = resolved_hints(_definition(item), name)
-    bound = _bound_names(item)
+    hints = resolve_hints(_definition(item), name)
+    # `signature` takes what a partial binds by position out, but not what it binds by name.
+    bound = item.keywords if isinstance(item, functools.partial) else ()
     return [
-        _Parameter(
-            name=parameter.name,
-            hint=hints.get(parameter.name),
-            hinted=parameter.name in hints,
-            required=parameter.default is inspect.Parameter.empty,
-            variadic=parameter.kind in _VARIADIC,
-            positional_only=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
-        )
+        parameter.replace(annotation=hints.get(parameter.name, _EMPTY))
         for parameter in signature.parameters.values()
         if parameter.name not in bound
     ]
 
 
-def _named(item: object) -> object:
+def _named_part(item: object) -> object:
     """What has the name: the function in a partial, the function of a method, else the item."""
     while isinstance(item, functools.partial):
         item = item.func
@@ -150,7 +127,7 @@ def _named(item: object) -> object:
 
 def _definition(item: object) -> object:
     """What has the hints and the docstring: the function itself, or `__call__` of an object."""
-    named = _named(item)
+    named = _named_part(item)
     if not callable(item):
         raise ProtocolError(f"a tool must be callable, not {type(item).__name__}")
     if isinstance(named, type):
@@ -164,17 +141,8 @@ def _definition(item: object) -> object:
 
 
 def _name(item: object) -> str:
-    named = _named(item)
+    named = _named_part(item)
     name = getattr(named, "__name__", None)
     if name == "<lambda>":
         raise ProtocolError("a lambda has no type hints: write a function")
     return name if isinstance(name, str) else type(named).__name__
-
-
-def _bound_names(item: object) -> frozenset[str]:
-    # `signature` takes what a partial binds by position out, but not what it binds by name.
-    return frozenset(item.keywords) if isinstance(item, functools.partial) else frozenset()
-
-
-def _taken(names: Sequence[str]) -> str:
-    return f"it takes {', '.join(names)}" if names else "it takes none"

@@ -148,7 +148,7 @@ def _message(error: Exception, place: str = "") -> str:
 def _builtin_hook(data: object, kind: type) -> object:
     # Found by class, so an enum that is also a `str` ends here, too.
     values = literal_values(kind)
-    return _converted(data, kind) if values is None else _value_written_as(data, values)
+    return _convert(data, kind) if values is None else _value_written_as(data, values)
 
 
 def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
@@ -157,10 +157,10 @@ def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
 
 def _scalar_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
     kind = peeled.annotated
-    return lambda data, _: _converted(data, kind)
+    return lambda data, _: _convert(data, kind)
 
 
-def _converted(data: object, kind: object) -> Any:
+def _convert(data: object, kind: object) -> Any:
     value: Any = msgspec.convert(data, cast("type", kind), strict=True)
     # `json.loads` makes infinity of 1e400; msgspec refuses as many digits.
     if isinstance(value, float) and math.isinf(value):
@@ -223,10 +223,10 @@ def _array_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     (item,) = peeled.arguments or (object,)
 
     def hook(data: object, _kind: object) -> object:
-        items = _converted(data, shell)
+        items = _convert(data, shell)
         made: Any = make(_items(items, [item] * len(items), converter))
         if peeled.constrained and make is not list:
-            _converted(list(made), shell)
+            _convert(list(made), shell)
         return made
 
     return hook
@@ -236,7 +236,7 @@ def _tuple_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     kinds = (object, ...) if peeled.base is tuple else peeled.arguments
 
     def hook(data: object, _kind: object) -> object:
-        items = _converted(data, list)
+        items = _convert(data, list)
         if kinds[-1:] == (...,):
             return tuple(_items(items, [kinds[0]] * len(items), converter))
         _check_length(items, len(kinds), len(kinds))
@@ -259,7 +259,7 @@ def _mapping_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
         return converter.structure(key, key_kind), converter.structure(value, value_kind)
 
     def hook(data: object, _kind: object) -> object:
-        items = _converted(data, shell).items()
+        items = _convert(data, shell).items()
         return dict(_make_all((f"[{key}]", partial(pair, key, value)) for key, value in items))
 
     return hook
@@ -272,8 +272,8 @@ def _class_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
 
     def by_name(data: object) -> dict[str, object]:
         if not members.array:
-            return cast("dict[str, object]", _converted(data, dict))
-        items = _converted(data, list)
+            return cast("dict[str, object]", _convert(data, dict))
+        items = _convert(data, list)
         _check_length(items, required, len(names))
         return dict(zip(names, items, strict=False))
 

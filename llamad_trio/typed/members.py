@@ -155,14 +155,14 @@ def cached_by_type(build: Callable[[object], T]) -> Callable[[object], T]:
     # Equal unions may differ in order, which matters; their texts differ.
     cached = functools.lru_cache(_CACHED_TYPES)(lambda kind, _text: build(kind))
 
-    def found(kind: object) -> T:
+    def look_up(kind: object) -> T:
         try:
             hash(kind)
         except TypeError:
             return build(kind)
         return cached(kind, repr(kind))
 
-    return found
+    return look_up
 
 
 def type_name(kind: object) -> str:
@@ -280,7 +280,7 @@ def _is_model_class(kind: object) -> bool:
     )
 
 
-def resolved_hints(owner: object, where: str) -> dict[str, object]:
+def resolve_hints(owner: object, where: str) -> dict[str, object]:
     """The type hints of a class, or of a function's parameters, with their annotations.
 
     What a function returns may be hinted by a name that is known to type checkers only.
@@ -317,11 +317,11 @@ def members_of(kind: object, where: str) -> Members | None:
     read = next((read for applies, read in _READERS if applies(cls)), None)
     if read is None:
         return None
-    hints = resolved_hints(cls, where)
+    hints = resolve_hints(cls, where)
     documentation = _class_documentation(cls)
     arguments = _type_arguments(kind)
 
-    def finished(member: Member) -> Member:
+    def finish(member: Member) -> Member:
         if member.hint is None:
             raise ProtocolError(f"{where}.{member.name}: has no type hint")
         return attrs.evolve(
@@ -338,7 +338,7 @@ def members_of(kind: object, where: str) -> Members | None:
     config = getattr(cls, "__struct_config__", None)
     return Members(
         make=cls,
-        items=tuple(map(finished, read(cls, hints))),
+        items=tuple(map(finish, read(cls, hints))),
         array=read is _named_tuple_members or (config is not None and config.array_like),
         description=documentation.summary or None,
     )

@@ -175,13 +175,13 @@ class _Builder:
         return found[0] if len(found) == 1 else {"anyOf": found}
 
     def _scalar(self, peeled: Peeled, where: str) -> Schema:
-        schema = _constrained(peeled.base, peeled, where)
+        schema = _msgspec_schema(peeled.base, peeled, where)
         zoned = next((meta.tz for meta in peeled.metas if meta.tz is not None), None)
         pattern = _PATTERNS.get((peeled.base, zoned)) or _PATTERNS.get(peeled.base)
         return {**schema, "pattern": pattern} if pattern else schema
 
     def _array(self, peeled: Peeled, where: str) -> Schema:
-        schema = _constrained(list, peeled, where)
+        schema = _msgspec_schema(list, peeled, where)
         if not peeled.arguments:
             return schema
         (item,) = peeled.arguments
@@ -190,14 +190,14 @@ class _Builder:
         return {**schema, "items": self.schema(item, f"{where}[]")}
 
     def _mapping(self, peeled: Peeled, where: str) -> Schema:
-        schema = _constrained(dict, peeled, where)
+        schema = _msgspec_schema(dict, peeled, where)
         if not peeled.arguments:
             return schema
         key, value = peeled.arguments
         values = self.schema(value, f"{where}[…]")
         keys = self.schema(key, f"{where}: key")
         keys.pop("description", None)
-        return {**schema, **_keyed(keys, values, where)}
+        return {**schema, **_limit_keys(keys, values, where)}
 
     def _tuple(self, peeled: Peeled, where: str) -> Schema:
         items = peeled.arguments
@@ -283,8 +283,8 @@ class _Builder:
 
         names = {name: named(name, definition) for name, definition in definitions.items()}
         for name, definition in definitions.items():
-            self._definitions[names[name]] = _cleaned(definition, definitions, names, where)
-        root = _cleaned(raw, definitions, names, where)
+            self._definitions[names[name]] = _clean_schema(definition, definitions, names, where)
+        root = _clean_schema(raw, definitions, names, where)
         if "$ref" in raw:
             return root
         name = named(type_name(model), raw)
@@ -329,12 +329,12 @@ def _is_hashable(kind: object) -> bool:
     return all(getattr(typing.get_origin(m) or m, "__hash__", None) is not None for m in members)
 
 
-def _constrained(bare: object, peeled: Peeled, where: str) -> Schema:
+def _msgspec_schema(bare: object, peeled: Peeled, where: str) -> Schema:
     try:
         schema = msgspec.json.schema(Peeled(bare, peeled.metas).annotated)
     except TypeError as error:
         raise ProtocolError(f"{where}: {error}") from error
-    return _cleaned(schema, {}, {}, where)
+    return _clean_schema(schema, {}, {}, where)
 
 
 def _fixed_array(items: list[Schema], required: int) -> Schema:
@@ -347,7 +347,7 @@ def _fixed_array(items: list[Schema], required: int) -> Schema:
     }
 
 
-def _keyed(keys: Schema, value: Schema | bool, where: str) -> Schema:
+def _limit_keys(keys: Schema, value: Schema | bool, where: str) -> Schema:
     """Keywords for an object with such keys; llguidance has no `propertyNames`."""
     match keys:
         case {"type": "string", **rest} if not rest:
@@ -387,13 +387,13 @@ def _with_parts(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
     return result
 
 
-def _cleaned(
+def _clean_schema(
     schema: Schema, definitions: Mapping[str, Schema], names: Mapping[str, str], where: str
 ) -> Schema:
     """A foreign schema in our words: closed objects, no `oneOf`, nothing llguidance refuses."""
 
     def clean(part: Schema) -> Schema:
-        return _cleaned(part, definitions, names, where)
+        return _clean_schema(part, definitions, names, where)
 
     result: Schema = {}
     for key, part in schema.items():
@@ -414,7 +414,7 @@ def _cleaned(
         keys = schema["propertyNames"]
         target = definitions.get(reference(keys) or "", keys)
         value = result.pop("additionalProperties", {})
-        result |= _keyed(_shape_of_keys(clean(target)), value, where)
+        result |= _limit_keys(_shape_of_keys(clean(target)), value, where)
     elif "properties" in result or "patternProperties" in result:
         result.setdefault("additionalProperties", False)
     return result

@@ -31,18 +31,20 @@ def description_of(kind: object) -> str:
     definitions: Mapping[str, JsonObject] = schema.get("$defs", {})
     root = reference(schema)
     # A class that holds itself is said first, under its own name.
-    first = _headed(schema) if root is None else _definition(root, definitions[root])
+    first = (
+        _text_below_description(schema) if root is None else _definition(root, definitions[root])
+    )
     others = [_definition(name, part) for name, part in definitions.items() if name != root]
     return "\n\n".join([first, *others])
 
 
-def _headed(schema: JsonObject) -> str:
+def _text_below_description(schema: JsonObject) -> str:
     head = schema.get("description")
     return f"{head}\n{_text(schema, '')}" if head else _text(schema, "")
 
 
 def _definition(name: str, schema: JsonObject) -> str:
-    return f"{name}: {_headed(schema)}"
+    return f"{name}: {_text_below_description(schema)}"
 
 
 def _text(schema: JsonObject | bool, margin: str) -> str:
