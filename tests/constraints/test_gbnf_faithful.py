@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import gguf
 import llama_cpp.llama_cpp as lib
 import pytest
-from hypothesis import HealthCheck, event, given, note, settings, strategies as st
+from hypothesis import event, given, note, settings, strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.llamacpp import lltokenizer_from_vocab
 
@@ -324,76 +324,38 @@ SOURCES = st.tuples(BODIES, BODIES, BODIES).map(
 )
 
 
-def check_any(oracle: Oracle, source: str, seed: int) -> None:
-    try:
-        parse_gbnf(source, "root")
-    except ProtocolError as error:
-        # What we refuse is not given to llama.cpp: it might never come back.
-        event(str(error).split(": ", 2)[-1][:14])
-        return
-    event("accepted")
-    chance = random.Random(seed)
-    for _ in range(3):
-        note(oracle.walk(source, chance, most=10))
+@pytest.mark.parametrize("n", [30, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_any_grammar_allows_what_llama_cpp_allows(oracle: Oracle, n: int) -> None:
+    @settings(max_examples=n, deadline=None)
+    @given(source=SOURCES, seed=st.integers(0, 1000))
+    def check(source: str, seed: int) -> None:
+        try:
+            parse_gbnf(source, "root")
+        except ProtocolError as error:
+            # What we refuse is not given to llama.cpp: it might never come back.
+            event(str(error).split(": ", 2)[-1][:14])
+            return
+        event("accepted")
+        chance = random.Random(seed)
+        for _ in range(3):
+            note(oracle.walk(source, chance, most=10))
 
-
-SEEDS = st.integers(0, 1000)
-FEW, MANY = (
-    settings(
-        max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
-    for n in (30, 1_000)
-)
-
-
-@FEW
-@given(source=SOURCES, seed=SEEDS)
-def test_any_grammar_allows_what_llama_cpp_allows(oracle: Oracle, source: str, seed: int) -> None:
-    check_any(oracle, source, seed)
-
-
-@pytest.mark.slow
-@MANY
-@given(source=SOURCES, seed=SEEDS)
-def test_many_grammars_allow_what_llama_cpp_allows(oracle: Oracle, source: str, seed: int) -> None:
-    check_any(oracle, source, seed)
+    check()
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "root ::= [z-",
-        'root ::= "a" | bad',
-        "root ::= root",
-        "root ::= root? [a]",
-        'root ::= "a',
-        'root ::= "\\q"',
-        r'root ::= "\x1"',
-        'root ::= ("a"',
-        'root ::= "a")',
-        "root ::= *",
-        'root ::= ""+',
-        "root ::= []+",
-        'root ::= "a"{0}+',
-        'root ::= "a"{,2}',
-        'root ::= "a"{2',
-        'root ::= "a"{2;3}',
-        'root ::= "a"{2001}',
-        'root ::= "a"{0,99999999999999999999}',
-        'root ::= "a"{2}{1001}',
-        'root ::= ("a" ("b" | "c")){1001}',
-        'root ::= "a"{0,5}{500}',
-        'root ::= ("a" | )*',
-        'root ::= ("a" | ){2,}',
-        'root ::= "a"?*',
-        'root ::= ws* "a"\nws ::= | " "',
-        'root ::= ws{2}+ "a"\nws ::= | " "',
-        'root = "a"',
-        'root ::= "a"\n | "b"',
-        'root_1 ::= "a"',
-        'start ::= "a"',
+        *("root ::= [z-", 'root ::= "a" | bad', "root ::= root", "root ::= root? [a]", 'root ::= "a'),
+        *('root ::= "\\q"', r'root ::= "\x1"', 'root ::= ("a"', 'root ::= "a")', "root ::= *"),
+        *('root ::= ""+', "root ::= []+", 'root ::= "a"{0}+', 'root ::= "a"{,2}', 'root ::= "a"{2'),
+        *('root ::= "a"{2;3}', 'root ::= "a"{2001}', 'root ::= "a"{0,99999999999999999999}'),
+        *('root ::= "a"{2}{1001}', 'root ::= ("a" ("b" | "c")){1001}', 'root ::= "a"{0,5}{500}'),
+        *('root ::= ("a" | )*', 'root ::= ("a" | ){2,}', 'root ::= "a"?*'),
+        *('root ::= ws* "a"\nws ::= | " "', 'root ::= ws{2}+ "a"\nws ::= | " "', 'root = "a"'),
+        *('root ::= "a"\n | "b"', 'root_1 ::= "a"', 'start ::= "a"'),
     ],
-)
+)  # fmt: skip
 def test_what_llama_cpp_refuses_is_refused(oracle: Oracle, source: str) -> None:
     assert not oracle.accepts(source)
     with pytest.raises(ProtocolError, match="grammar"):
@@ -403,26 +365,16 @@ def test_what_llama_cpp_refuses_is_refused(oracle: Oracle, source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        'root ::= "a"{0,5000}',
-        'root ::= "a"{00002}',
-        'root ::= "a"{2000}',
-        'root ::= "a"{2}{1000}',
-        'root ::= ("a" ("b" | "c")){1000}',
-        'root ::= ("a"?)*',
-        'root ::= ws? "a"\nws ::= | " "',
-        'root ::= "a"{ 2 , # two\n 3 }'.replace("# two\n", ""),
-        'root ::= ( "a"{ 2 , # two\n 3 }\n\n| # or\n"b" )',
-        'root ::= # nothing yet\n "a" |\n "b" # done\r\n\r\n',
-        'root ::= "a\nb" [\n]',
-        r"root ::= [--\]a-] [-a] [a\-z] [\]\[\"]",
-        'root ::= "a"\nroot ::= "b"',
-        'root ::= bad\nroot ::= "b"\nbad ::= "c"',
-        '\n\t root\t::="a"b\nb::="c"',
-        'root ::= 1 -a\n1 ::= "a"\n-a ::= "b"',
-        'root ::= () [] [^] ""',
-        'root ::= "a" |',
+        *('root ::= "a"{0,5000}', 'root ::= "a"{00002}', 'root ::= "a"{2000}'),
+        *('root ::= "a"{2}{1000}', 'root ::= ("a" ("b" | "c")){1000}', 'root ::= ("a"?)*'),
+        *('root ::= ws? "a"\nws ::= | " "', 'root ::= "a"{ 2 ,  3 }'),
+        *('root ::= ( "a"{ 2 , # two\n 3 }\n\n| # or\n"b" )', 'root ::= "a\nb" [\n]'),
+        *('root ::= # nothing yet\n "a" |\n "b" # done\r\n\r\n', r"root ::= [--\]a-] [-a] [a\-z] [\]\[\"]"),
+        *('root ::= "a"\nroot ::= "b"', 'root ::= bad\nroot ::= "b"\nbad ::= "c"'),
+        *('\n\t root\t::="a"b\nb::="c"', 'root ::= 1 -a\n1 ::= "a"\n-a ::= "b"'),
+        *('root ::= () [] [^] ""', 'root ::= "a" |'),
     ],
-)
+)  # fmt: skip
 def test_what_llama_cpp_accepts_is_accepted(oracle: Oracle, source: str) -> None:
     assert oracle.accepts(source)
     oracle.walk(source, random.Random(1), most=20)
