@@ -184,59 +184,43 @@ def test_what_recurs_does_not_multiply() -> None:
     parse_gbnf('root ::= "(" root{2000} ")" | "x"{2000}', "root")
 
 
+def chain(n: int, body: str, *, end: str = "", ring: bool = False) -> str:
+    """Rules `r0`, `r1` and so on of the same body, in which NEXT is the next of them."""
+    last = 0 if ring else n
+    lines = [
+        f"r{i} ::= {body}".replace("NEXT", f"r{i + 1 if i + 1 < n else last}") for i in range(n)
+    ]
+    return "\n".join([*lines, f"r{n} ::= {end}" if end else ""])
+
+
+def growth(n: int, first: str, body: str) -> str:
+    """Rules, of which each, LAST in the body, is in the one after it."""
+    lines = (f"r{i + 1} ::= {body}\n".replace("LAST", f"r{i}") for i in range(n))
+    return f"r0 ::= {first}\n{''.join(lines)}"
+
+
+def characters(n: int, step: int = 1) -> str:
+    return f"[{''.join(map(chr, range(0x10000, 0x10000 + step * n, step)))}]"
+
+
 # Of any size, and how large each is tried.
 HOSTILE: dict[str, tuple[Callable[[int], str], int]] = {
     "nested groups": (lambda n: "root ::= " + "(" * n, 60_000),
     "closed groups": (lambda n: "root ::= " + "(" * n + '"a"' + ")" * n, 40_000),
-    "many rules": (lambda n: "\n".join(f"r{i} ::= r{i + 1}" for i in range(n)), 200_000),
-    "a chain": (
-        lambda n: "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(n)),
-        4_990,
-    ),
-    "a cycle": (
-        lambda n: 'root ::= r0 | "a"\n' + "\n".join(f"r{i} ::= r{(i + 1) % n}" for i in range(n)),
-        4_000,
-    ),
-    "a left cycle": (
-        lambda n: (
-            'root ::= r0 | "a"\n' + "\n".join(f'r{i} ::= r{(i + 1) % n} | "a"' for i in range(n))
-        ),
-        4_000,
-    ),
+    "many rules": (lambda n: chain(n, "NEXT"), 200_000),
+    "a chain": (lambda n: "root ::= r0\n" + chain(n, "NEXT"), 4_990),
+    "a cycle": (lambda n: 'root ::= r0 | "a"\n' + chain(n, "NEXT", ring=True), 4_000),
+    "a left cycle": (lambda n: 'root ::= r0 | "a"\n' + chain(n, 'NEXT | "a"', ring=True), 4_000),
     "a megabyte": (lambda n: f'root ::= "{"a" * n}"', 1_000_000),
     "repetitions": (lambda n: "root ::= " + '"a"' + "+" * n, 90_000),
     "digits": (lambda n: 'root ::= "a"{' + "9" * n + "}", 90_000),
-    "powers": (
-        lambda n: (
-            'r0 ::= "a"{2}\n'
-            + "".join(f"r{i + 1} ::= r{i}{{2000}}\n" for i in range(n))
-            + f"root ::= r{n}"
-        ),
-        1_000,
-    ),
+    "powers": (lambda n: growth(n, '"a"{2}', "LAST{2000}") + f"root ::= r{n}", 1_000),
     "an unclosed class": (lambda n: "root ::= [" + "a-z" * n, 30_000),
     "an unclosed literal": (lambda n: 'root ::= "' + "\\\\" * n, 45_000),
     "references": (lambda n: "root ::= " + "a " * n, 49_000),
-    "a class": (
-        lambda n: f"root ::= [{''.join(map(chr, range(0x10000, 0x10000 + 2 * n, 2)))}]",
-        53_248,
-    ),
-    "doublings": (
-        lambda n: (
-            'r0 ::= "a" | root\n'
-            + "".join(f"r{i + 1} ::= r{i} r{i}\n" for i in range(n))
-            + f'root ::= "(" r{n}'
-        ),
-        60,
-    ),
-    "optional doublings": (
-        lambda n: (
-            'r0 ::= "a"\n'
-            + "".join(f"r{i + 1} ::= r{i} r{i}?\n" for i in range(n))
-            + f"root ::= r{n}"
-        ),
-        60,
-    ),
+    "a class": (lambda n: f"root ::= {characters(n, 2)}", 53_248),
+    "doublings": (lambda n: growth(n, '"a" | root', "LAST LAST") + f'root ::= "(" r{n}', 60),
+    "optional doublings": (lambda n: growth(n, '"a"', "LAST LAST?") + f"root ::= r{n}", 60),
 }
 
 
@@ -247,36 +231,20 @@ def test_hostile_sources_are_refused(name: str) -> None:
         parse_gbnf(source_of(n), "root")
 
 
+def web(n: int) -> str:
+    rules = (f'r{i} ::= "a" r{7 * i % n} | "a" r{(7 * i + 1) % n} | "b"\n' for i in range(n))
+    return f"root ::= r0\n{''.join(rules)}"
+
+
 LARGE: dict[str, tuple[Callable[[int], str], int]] = {
     "literals": (lambda n: "root ::= " + '"a" ' * n, 24_000),
     "alternatives": (lambda n: "root ::= " + '"a"|' * n + '"b"', 24_000),
-    "a class": (
-        lambda n: "root ::= [" + "".join(map(chr, range(0x10000, 0x10000 + n))) + "]",
-        0x10000,
-    ),
+    "a class": (lambda n: f"root ::= {characters(n)}", 0x10000),
     "comments": (lambda n: "#" * n + '\nroot ::= "a"', 99_000),
     "lines": (lambda n: 'root ::= ("a"' + "\n" * n + ")", 99_000),
-    "a chain": (
-        lambda n: (
-            "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(n)) + f'r{n} ::= "a"'
-        ),
-        4_000,
-    ),
-    "a chain backwards": (
-        lambda n: (
-            'r0 ::= "a"?\n' + "".join(f"r{i + 1} ::= r{i}\n" for i in range(n)) + f"root ::= r{n}"
-        ),
-        4_000,
-    ),
-    "a web": (
-        lambda n: (
-            "root ::= r0\n"
-            + "".join(
-                f'r{i} ::= "a" r{7 * i % n} | "a" r{(7 * i + 1) % n} | "b"\n' for i in range(n)
-            )
-        ),
-        2_500,
-    ),
+    "a chain": (lambda n: "root ::= r0\n" + chain(n, "NEXT", end='"a"'), 4_000),
+    "a chain backwards": (lambda n: growth(n, '"a"?', "LAST") + f"root ::= r{n}", 4_000),
+    "a web": (web, 2_500),
 }
 
 

@@ -111,39 +111,37 @@ def test_a_large_grammar_is_cut_into_rules() -> None:
 
 
 RECURSIVE = 'root ::= "(" root ")" | '
+
+
+def long_way(n: int) -> str:
+    rules = (f'r{i} ::= "a" r{i + 1} "b" | "c" root "d"\n' for i in range(n))
+    return f'root ::= r0\n{"".join(rules)}r{n} ::= "x"'
+
+
+def each(n: int, expression: Callable[[int], str], between: str = " ") -> str:
+    return RECURSIVE + between.join(map(expression, range(n)))
+
+
 # Of any size, and how large each is tried.
 LARGE: dict[str, tuple[Callable[[int], str], int]] = {
     "literals": (lambda n: RECURSIVE + '"a" ' * n, 24_000),
     "alternatives": (lambda n: RECURSIVE + '"a"|' * n + '"b"', 24_000),
     "a class": (
-        lambda n: RECURSIVE + f"[{''.join(map(chr, range(0x10000, 0x10000 + 2 * n, 2)))}]+ root?",
+        lambda n: RECURSIVE + f"[{''.join(chr(0x10000 + 2 * i) for i in range(n))}]+ root?",
         2_000,
     ),
-    "words that meet": (
-        lambda n: RECURSIVE + "|".join(f'"w{i:x}" root?' for i in range(n)),
-        1_500,
-    ),
+    "words that meet": (lambda n: each(n, lambda i: f'"w{i:x}" root?', "|"), 1_500),
     "words that run on": (
-        lambda n: RECURSIVE + "|".join(f'"{"ab" * (1 + i % 7)}{i:x}" root? "ab"' for i in range(n)),
+        lambda n: each(n, lambda i: f'"{"ab" * (1 + i % 7)}{i:x}" root? "ab"', "|"),
         3_000,
     ),
-    "classes": (
-        lambda n: RECURSIVE + " ".join(f"[a-z{chr(0x4E00 + i)}]+ root?" for i in range(n)),
-        1_800,
-    ),
-    "repetitions": (lambda n: RECURSIVE + " ".join(["[a-z]+ [a-z0-9]*"] * n), 3_000),
+    "classes": (lambda n: each(n, lambda i: f"[a-z{chr(0x4E00 + i)}]+ root?"), 1_800),
+    "repetitions": (lambda n: each(n, lambda _: "[a-z]+ [a-z0-9]*"), 3_000),
     "counts": (
         lambda n: f'root ::= [a-z]{{0,{5 * n}}} x{{{n}}} | "(" root ")"\nx ::= [a-c] [a-d]',
         400,
     ),
-    "a long way": (
-        lambda n: (
-            "root ::= r0\n"
-            + "".join(f'r{i} ::= "a" r{i + 1} "b" | "c" root "d"\n' for i in range(n))
-            + f'r{n} ::= "x"'
-        ),
-        190,
-    ),
+    "a long way": (long_way, 190),
 }
 DEEP = {
     "nested": "root ::= " + '("a" | "b" root? ' * 30 + '"c"' + ")+?" * 30,
@@ -182,14 +180,9 @@ def test_the_effort_is_linear_in_the_source_and_in_its_limit(
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (
-            "root ::= r0\n"
-            + "".join(f'r{i} ::= "a" r{i + 1} "b" | "c" root "d"\n' for i in range(300))
-            + 'r300 ::= "x"',
-            f"more than {gbnf_lark.MAX_RULE_NESTING} rules lead from one to the next",
-        ),
-        (RECURSIVE + "|".join(f'"{chr(0x4E00 + i)}" root?' for i in range(2_500)), "different literals"),
-        (RECURSIVE + "|".join(f'"{i:03x}" root?' for i in range(4_000)), "4000 alternatives"),
+        (long_way(300), f"more than {gbnf_lark.MAX_RULE_NESTING} rules lead from one to the next"),
+        (each(2_500, lambda i: f'"{chr(0x4E00 + i)}" root?', "|"), "different literals"),
+        (each(4_000, lambda i: f'"{i:03x}" root?', "|"), "4000 alternatives"),
         ('root ::= "a', "line 1: unexpected end"),
     ],
 )  # fmt: skip
