@@ -273,7 +273,7 @@ def _quantifier(low: int, high: int | None) -> str:
 
 def _exact_cut(grammar: GbnfGrammar) -> _Cut:
     cut = _Cut(grammar, _Effort(MAX_EFFORT), MAX_LEXEME)
-    while running_on := _Places(cut).running_on():
+    while running_on := _Places(cut).find_running_on():
         for node in running_on:
             cut.divide(node)
     return cut
@@ -298,18 +298,18 @@ class _Places:
         self._after = dict.fromkeys(self._rules, 0)
         self._find_following()
 
-    def running_on(self) -> list[Node]:
+    def find_running_on(self) -> list[Node]:
         """The lexemes that can take a character that may follow a lexeme ending there."""
         found: dict[Node, None] = {}
         leads = {follow: self._leads(follow) for follow in set(self._follow)}
-        for a, b in self._together():
+        for a, b in self._pairs_at_one_place():
             led = leads[self._follow[a]]
             # No text continues after the last lexeme.
             if led and self._overlap(a, b).continues & led:
                 found[self._lexemes[b].node] = None
         return list(found)
 
-    def _together(self) -> Iterator[tuple[int, int]]:
+    def _pairs_at_one_place(self) -> Iterator[tuple[int, int]]:
         """Each two lexemes that may both be possible at one place in a text, in both orders.
 
         Those are the ones that may begin it, and then those that follow two that may both be
@@ -351,8 +351,7 @@ class _Places:
     def _begin(self, node: Node) -> int:
         """The lexemes that may begin a node, as far as is known."""
         self._cut.effort.spend()
-        lexeme = self._cut.lexeme(node)
-        if lexeme is not None:
+        if lexeme := self._cut.lexeme(node):
             number = self._numbers.setdefault(lexeme, len(self._numbers))
             if number == MAX_PLACES:
                 raise _TooMuchEffortError
@@ -374,13 +373,14 @@ class _Places:
         while waiting:
             name = next(iter(waiting))
             del waiting[name]
-            waiting.update(dict.fromkeys(self._follow_in(self._rules[name], self._after[name])))
+            waiting.update(
+                dict.fromkeys(self._note_following(self._rules[name], self._after[name]))
+            )
 
-    def _follow_in(self, node: Node, then: int) -> Iterator[str]:
+    def _note_following(self, node: Node, then: int) -> Iterator[str]:
         """Note that `then` may follow the node; yield the rules for which that is news."""
         self._cut.effort.spend()
-        lexeme = self._cut.lexeme(node)
-        if lexeme is not None:
+        if lexeme := self._cut.lexeme(node):
             self._follow[self._numbers[lexeme]] |= then
         elif isinstance(node, Reference):
             if then & ~self._after[node.name]:
@@ -390,7 +390,7 @@ class _Places:
             if isinstance(node, Repetition) and node.high != 1:
                 then |= self._begin(node.item)
             for part in reversed(self._cut.parts(node)):
-                yield from self._follow_in(part, then)
+                yield from self._note_following(part, then)
                 if isinstance(node, Concatenation):
                     open_ = matches_empty(part, self._cut.grammar.nullable)
                     then = self._begin(part) | (then if open_ else 0)
@@ -464,11 +464,8 @@ class _Automaton:
 
     def overlap(self, other: _Automaton) -> _Overlap:
         """Read the same text with both, in every way."""
-        if other not in self._overlaps:
-            self._overlaps[other] = self._read_with(other)
-        return self._overlaps[other]
-
-    def _read_with(self, other: _Automaton) -> _Overlap:
+        if other in self._overlaps:
+            return self._overlaps[other]
         continues, meets = 0, False
         seen: set[tuple[int, int]] = set()
         waiting = [(self._first, other._first)] if self.begins & other.begins else []
@@ -483,7 +480,8 @@ class _Automaton:
                     continues |= other._next_leads[b]
                     meets = meets or bool(other._last >> b & 1)
                 waiting.append((self._follow[a], other._follow[b]))
-        return _Overlap(continues, meets)
+        self._overlaps[other] = _Overlap(continues, meets)
+        return self._overlaps[other]
 
     def _both(self, some: Ranges, others: Ranges) -> bool:
         self._effort.spend(len(some) * len(others) // 4)
@@ -539,10 +537,8 @@ class _Writer:
         return "".join(lines)
 
     def _body(self, node: Node) -> str:
-        if isinstance(node, Alternation):
-            options = list(dict.fromkeys(map(self._items, node.options)))
-        else:
-            options = [self._items(node)]
+        alternatives = node.options if isinstance(node, Alternation) else (node,)
+        options = dict.fromkeys(map(self._items, alternatives))
         self._alternatives += len(options)
         if self._alternatives > MAX_ALTERNATIVES:
             raise ProtocolError(f"grammar: has more than {MAX_ALTERNATIVES} alternatives")
@@ -556,8 +552,7 @@ class _Writer:
     def _term(self, node: Node) -> str:
         if self._cut.is_empty(node):
             return '""'
-        lexeme = self._cut.lexeme(node)
-        if lexeme is not None:
+        if lexeme := self._cut.lexeme(node):
             return self._terminal(lexeme)
         match node:
             case Repetition(item, low, high):

@@ -51,6 +51,9 @@ SCHEMAS: dict[str, tuple[Any, dict[str, Any], object, object]] = {
         {"x": {"x": "a"}},
         {"y": 1},
     ),
+    "a constant": ({"const": [True, None]}, {}, [True, None], [True]),
+    "a map": ({"type": "object", "additionalProperties": WORD}, {}, {"a": True}, {"a": 1}),
+    "an empty list": ({"type": "array", "items": WORD, "maxItems": 0}, {}, [], [True]),
     "annotations": ({**WORD, "$comment": "?", "x-a": [], "readOnly": True}, {}, True, "a"),
     "alien keywords": (
         {"type": ["array", "boolean"], "items": WORD, "pattern": "a", "minProperties": 1},
@@ -103,6 +106,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "object", "properties": {"a": WORD}, "additionalProperties": WORD}, "together"),
         ({"type": "object", "properties": {"a": WORD, "b": False}}, "allows nothing"),
         ({"enum": [True], "minimum": 1}, "enum, minimum without a type"),
+        ({"type": "object", "patternProperties": {"a": WORD}}, "patternProperties"),
         (nested(490), "nested too deeply"),
         ({"anyOf": [{"enum": ["a" * 6_000]}, *({"enum": [str(i) * 6_000]} for i in range(50)), WORD]}, "bytes"),
     ],
@@ -111,4 +115,10 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_cannot_be_written_out_is_refused_with_the_reason(schema: Any, reason: str) -> None:
     tool = Tool("f", "", {"type": "object", "properties": {"x": schema}})
     with pytest.raises(UnsupportedFeature, match=reason):
+        Lfm2().grammar([tool], choice="auto", parallel=True, marker=json.dumps)
+
+
+def test_arguments_that_are_no_object_are_refused() -> None:
+    tool = Tool("f", "", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": WORD}}})
+    with pytest.raises(UnsupportedFeature, match="the type 'array' here"):
         Lfm2().grammar([tool], choice="auto", parallel=True, marker=json.dumps)

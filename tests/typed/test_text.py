@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from typing import Annotated, Any
 
 import attrs
@@ -11,6 +12,11 @@ import pytest
 from llamad_trio.typed.schema import schema_of
 from llamad_trio.typed.text import description_of
 from tests.typed.kinds import META, Age, Color, Leaf, Pair, Person, Size, case_name
+
+
+@attrs.frozen
+class Nothing:
+    pass
 
 
 def test_description_is_compact_and_complete() -> None:
@@ -38,6 +44,15 @@ def test_description_is_compact_and_complete() -> None:
         (dict[str, int], "{<key>: integer, ...}"),
         (dict[int, str], "{<key: integer>: string, ...}"),
         (tuple[int, str], "[integer, string]"),
+        (tuple[()], "[]"),
+        (Nothing, "{}"),
+        (dict, "{<key>: any JSON, ...}"),
+        (uuid.UUID, "string (uuid)"),
+        (Annotated[str, META(pattern="^a$")], "string (matches ^a$)"),
+        (
+            Annotated[list[int], META(min_length=2, max_length=2)],
+            "[integer, ...] (exactly 2 items)",
+        ),
         (Pair, "[integer, string (optional)]"),
         (Color | None, '"red" | "blue" | null'),
         (dt.date, "string (date)"),

@@ -140,8 +140,6 @@ class PythonSchema:
             return f'"[" {self._list(item, schema)} "]"'
         if "properties" not in schema:
             more = schema.get("additionalProperties", True)
-            if more is False:
-                return '"{}"'
             if schema.get("required"):
                 raise self._refusal(where, "it requires keys that have no schema")
             value = self._value(more, f"{where}.*")
