@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 
 import llguidance
 import numpy as np
@@ -49,5 +50,47 @@ def allowed(matcher: Matcher, n_vocab: int = END + 1) -> NDArray[np.bool_]:
 
 
 def takes(matcher: Matcher, text: str) -> bool:
-    """Whether the whole text may be generated; the matcher is not to be used again."""
-    return all(matcher.accept([byte]) for byte in text.encode()) and matcher.may_end
+    """Whether the text may be generated."""
+    matcher._matcher.reset()
+    for byte in text.encode():
+        if not matcher.allows(byte):
+            return False
+        matcher.accept([byte])
+    return matcher.may_end
+
+
+def likings(*groups: tuple[str, float]) -> np.typing.NDArray[np.float64]:
+    weights = np.full(256, 0.05)
+    for characters, weight in groups:
+        weights[list(characters.encode())] = weight
+    return weights
+
+
+LIKINGS = (
+    likings(('"]}', 20), ("abcx012", 1)),
+    likings(('"]}', 15)),
+    likings(('"]}', 6), ("\\", 6), ('u0nrt"fbd', 2)),
+    likings(('"]}', 3), ("0123456789", 3), ("-.eE+", 3)),
+    likings(('"]}', 10), ("{[,", 5), (":t", 1), ("a", 5)),
+    np.where(np.arange(256) > 127, 1.0, 0.3),
+)
+
+
+def walks(matcher: Matcher, chance: random.Random, n: int) -> Iterator[bytes]:
+    """Texts of `n` walks, fewer if some would become long."""
+    for _ in range(n):
+        matcher._matcher.reset()
+        liking, patience = chance.choice(LIKINGS), chance.choice([0.1, 0.4, 0.8])
+        text = bytearray()
+        while not (matcher.is_complete or (matcher.may_end and chance.random() > patience)):
+            totals = (allowed(matcher)[:END] * liking).cumsum()
+            if totals[-1] == 0 and matcher.may_end:
+                break
+            assert totals[-1] > 0, f"nothing may follow {bytes(text)!r}: {matcher.error}"
+            token = int(totals.searchsorted(chance.random() * totals[-1], side="right"))
+            matcher.accept([token])
+            text.append(token)
+            if len(text) > 300:
+                break
+        else:
+            yield bytes(text)
