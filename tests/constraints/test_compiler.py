@@ -79,7 +79,9 @@ def test_a_mask_is_what_each_token_says_of_itself(compiler: Compiler, model: Lla
     assert matcher.error is None
 
 
-def test_forced_tokens_are_those_that_masks_leave_alone(compiler: Compiler, model: LlamaModel) -> None:
+def test_forced_tokens_are_those_that_masks_leave_alone(
+    compiler: Compiler, model: LlamaModel
+) -> None:
     together, one_by_one = compiler.compile(SCHEMA), compiler.compile(SCHEMA)
     forced = together.forced_tokens()
     assert len(forced) > 5
