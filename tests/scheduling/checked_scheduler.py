@@ -42,10 +42,18 @@ MOST_STEPS = 5_000
 """Steps after which a scheduler that has not come to rest never will."""
 
 
-def sizes(plan: StepPlan | None) -> dict[int, int]:
+A, B, C, D = ([i] * 20 for i in (1, 2, 3, 4))
+"""Prompts of 20 tokens that have no beginning in common."""
+
+
+def sizes(plan: StepPlan) -> dict[int, int]:
     """Tokens that a plan computes for each request."""
-    assert plan is not None
     return {work.request_id: len(work.tokens) for work in plan.work}
+
+
+def copies(plan: StepPlan) -> list[Copy]:
+    """The copies a plan asks for."""
+    return [operation for operation in plan.memory if isinstance(operation, Copy)]
 
 
 def sampling(seed: int = 0) -> SamplingParams:
@@ -322,6 +330,16 @@ class CheckedScheduler:
         return events
 
     # -- several at once ----------------------------------------------------------------
+
+    def submit_all(self, *prompts: Sequence[int], max_tokens: int = 10) -> list[int]:
+        """Take requests in that arrive together; return their ids."""
+        return [self.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+
+    def next_plan(self) -> StepPlan:
+        """Plan a step, of which there must be one."""
+        plan = self.plan()
+        assert plan is not None
+        return plan
 
     def step(self) -> StepPlan | None:
         """Plan and finish one step; return its plan."""
