@@ -6,12 +6,15 @@ the two after everything that happens.  Tests add only what is particular to the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
+from llamad_trio.core.request import Request
 from llamad_trio.scheduling.plan import (
     Copy,
     MemoryOp,
@@ -24,7 +27,7 @@ from llamad_trio.scheduling.plan import (
 )
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
-from llamad_trio.scheduling.sampling import SamplingParams
+from llamad_trio.scheduling.sampling import SamplingParams, resolve_sampling
 from llamad_trio.scheduling.scheduler import MIN_SHARED_TOKENS, Scheduler
 from llamad_trio.scheduling.threads import ComputeThreads
 from tests.scheduling.fake_memory import (
@@ -32,7 +35,6 @@ from tests.scheduling.fake_memory import (
     EndlessModel,
     FakeMemory,
     FakeModel,
-    LoneRun,
     lone_run,
     n_cells,
 )
@@ -58,18 +60,7 @@ def copies(plan: StepPlan) -> list[Copy]:
 
 def sampling(seed: int = 0) -> SamplingParams:
     """Sampling numbers, of which the fake model minds the seed."""
-    return SamplingParams(
-        greedy=False,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        repeat_penalty=1.0,
-        penalty_window=0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        seed=seed,
-    )
+    return resolve_sampling(Request("anything"), n_ctx=1, fresh_seed=seed)
 
 
 @attrs.define(slots=False, eq=False)
@@ -91,7 +82,7 @@ class Tracked:
     cached_tokens: int = 0
 
     @cached_property
-    def alone(self) -> LoneRun:
+    def alone(self) -> Finished:
         return lone_run(self.prepared, self.model)
 
     @property
@@ -182,7 +173,7 @@ class CheckedScheduler:
         self.preempted: list[int] = []
         self.has_lost = False  # then what was copied may not be copied again
         self.has_holders = False
-        self.totals = {"steps": 0, "aborted": 0, "prefill": 0, "decode": 0, "cached": 0}
+        self.totals: Counter[str] = Counter()  # by their names in `EngineStats`
 
     # -- the calls of `Scheduler` -------------------------------------------------------
 
@@ -191,30 +182,19 @@ class CheckedScheduler:
         tokens: Sequence[int],
         *,
         max_tokens: int = 10,
-        stop: Sequence[str] = (),
-        streams: bool = True,
         seed: int = 0,
-        session: str | None = None,
-        holder: str | None = None,
-        targets: Sequence[int] = (),
-        n_logprobs: int | None = None,
         request_id: int | None = None,
+        **fields: Any,
     ) -> int:
         """Take a request in; return its id: the one given, or the next number."""
-        id_ = max(self.requests, default=-1) + 1 if request_id is None else request_id
         prepared = Prepared(
-            id=id_,
+            id=max(self.requests, default=-1) + 1 if request_id is None else request_id,
             tokens=tuple(tokens),
             max_tokens=max_tokens,
             sampling=sampling(seed),
-            stop=tuple(stop),
-            streams=streams,
-            session=session,
-            holder=holder,
-            targets=tuple(targets),
-            n_logprobs=n_logprobs,
+            **fields,
         )
-        self.has_holders |= holder is not None
+        self.has_holders |= prepared.holder is not None
         arrival = len(self.requests)
         self.requests[prepared.id] = Tracked(prepared, arrival, self.model, list(tokens))
         self.scheduler.submit(prepared)
@@ -223,10 +203,8 @@ class CheckedScheduler:
 
     def score(self, prompt: Sequence[int], n_targets: int, *, request_id: int | None = None) -> int:
         """Have targets scored after the last tokens of `prompt`; no two are the same."""
-        targets = range(100, 100 + n_targets)
-        return self.submit(
-            prompt, max_tokens=0, targets=targets, streams=False, request_id=request_id
-        )
+        targets = tuple(range(100, 100 + n_targets))
+        return self.submit(prompt, max_tokens=0, targets=targets, request_id=request_id)
 
     def cancel(self, request_id: int) -> None:
         """Cancel; from then on no event may come."""
@@ -454,18 +432,20 @@ class CheckedScheduler:
         running = self.running
         stats = self.scheduler.stats()
         assert len(set(running)) == len(running)
-        assert stats.slots["free"] == self.n_slots - len(running)
-        assert stats.slots["prefill"] + stats.slots["decode"] + stats.slots["paused"] == len(
-            running
-        )
-        assert stats.slots["decode"] == len(self._decoding(running))
+        n_paused = sum(self.requests[id_].paused for id_ in running)
+        n_decoding = len(self._decoding(running))
+        assert stats.slots == {
+            "free": self.n_slots - len(running),
+            "prefill": len(running) - n_paused - n_decoding,
+            "decode": n_decoding,
+            "paused": n_paused,
+        }
         assert self.scheduler.n_running == sum(self.requests[id_].live for id_ in running)
+        assert (
+            stats.queued == sum(r.live for r in self.requests.values()) - self.scheduler.n_running
+        )
         assert stats.preemptions == len(self.preempted)
-        assert stats.steps == self.totals["steps"]
-        assert stats.aborted_steps == self.totals["aborted"]
-        assert stats.prefill_tokens == self.totals["prefill"]
-        assert stats.decode_tokens == self.totals["decode"]
-        assert stats.cached_tokens == self.totals["cached"]
+        assert all(getattr(stats, name) == n for name, n in self.totals.items())
         self._check_holders(running)
         self._check_unwanted()
 
@@ -569,7 +549,7 @@ class CheckedScheduler:
                 assert not self._longest(request, plan.memory, seq) or self.has_lost
             if request.generated == 0:
                 request.cached_tokens = cached[seq]
-                self.totals["cached"] += cached[seq]
+                self.totals["cached_tokens"] += cached[seq]
 
     def _longest(self, request: Tracked, operations: Iterable[MemoryOp], but: int) -> int:
         """Tokens the request could go on from, after `operations`."""
@@ -640,18 +620,18 @@ class CheckedScheduler:
 
     def _count(self, plan: StepPlan, result: StepResult) -> None:
         self.totals["steps"] += 1
-        self.totals["aborted"] += result.status is StepStatus.ABORTED
+        self.totals["aborted_steps"] += result.status is StepStatus.ABORTED
         if result.status is StepStatus.DONE:
             for work in plan.work:
                 decodes = self.requests[work.request_id].is_decoding(work.pos)
-                self.totals["decode" if decodes else "prefill"] += len(work.tokens)
+                self.totals["decode_tokens" if decodes else "prefill_tokens"] += len(work.tokens)
         lost = set(result.cleared)
         if result.status is StepStatus.FAILED:
             lost |= {work.seq for work in plan.work}
         self.has_lost |= bool(lost)
         for request_id in self.running:
             if self.seq(request_id) in lost:  # what it had reused is computed again
-                self.totals["cached"] -= self.requests[request_id].cached_tokens
+                self.totals["cached_tokens"] -= self.requests[request_id].cached_tokens
                 self.requests[request_id].cached_tokens = 0
 
     def _record(self, event: Event) -> None:
@@ -670,16 +650,9 @@ class CheckedScheduler:
                 request.outcome = event
 
     def _check_finished(self, request: Tracked, event: Finished) -> None:
-        alone = request.alone
-        assert event.text == alone.text
-        assert event.generated_tokens == alone.generated_tokens
-        assert event.finish_reason == alone.finish_reason
-        assert event.stop_sequence == alone.stop_sequence
-        assert event.logprobs == alone.logprobs
-        assert event.scores == alone.scores
-        assert event.prompt_tokens == len(request.prepared.tokens)
+        assert event == attrs.evolve(request.alone, cached_tokens=request.cached_tokens)
         n_wanted = max(1, len(request.prepared.targets))
-        assert event.cached_tokens == request.cached_tokens <= event.prompt_tokens - n_wanted
+        assert event.cached_tokens <= event.prompt_tokens - n_wanted
         assert "".join(request.pieces) == (event.text if request.prepared.streams else "")
 
     def _check_failures(

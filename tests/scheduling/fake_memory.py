@@ -12,7 +12,7 @@ from typing import Protocol
 
 import attrs
 
-from llamad_trio.core.completion import TokenLogprob
+from llamad_trio.core.completion import FinishReason, TokenLogprob
 from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
@@ -24,6 +24,7 @@ from llamad_trio.scheduling.plan import (
     StepStatus,
     Work,
 )
+from llamad_trio.scheduling.run import Finished
 from tests.scheduling.oracles import decoded, first_stop
 
 END = 0
@@ -152,26 +153,32 @@ def score(context: Sequence[int], target: int) -> float:
     return -zlib.crc32(bytes(context), target) / 2**28
 
 
-@attrs.frozen
-class LoneRun:
-    """How a request ends that has the whole engine to itself."""
-
-    text: str
-    generated_tokens: int
-    finish_reason: str
-    stop_sequence: str | None = None
-    logprobs: Sequence[TokenLogprob] = ()
-    scores: Sequence[float] = ()
+def score_all(context: Sequence[int], targets: Sequence[int]) -> tuple[float, ...]:
+    """The scores of `targets`, one after each of the last tokens of `context`."""
+    first = len(context) - len(targets) + 1
+    return tuple(score(context[:n], target) for n, target in enumerate(targets, first))
 
 
-def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
-    """Generate without slots, batches, caches and streams."""
-    if prepared.max_tokens == 0:
-        start = len(prepared.tokens) - len(prepared.targets) + 1
-        scores = [score(prepared.tokens[:n], t) for n, t in enumerate(prepared.targets, start)]
-        return LoneRun("", 0, "length", scores=tuple(scores))
-    history, raw = list(prepared.tokens), b""
+def lone_run(prepared: Prepared, model: FakeModel) -> Finished:
+    """How a request ends that has the whole engine to itself, without slots, batches and caches."""
+
+    def finished(text: str, n: int, reason: FinishReason, stop: str | None = None) -> Finished:
+        return Finished(
+            id=prepared.id,
+            text=text,
+            prompt_tokens=len(prepared.tokens),
+            generated_tokens=n,
+            finish_reason=reason,
+            stop_sequence=stop,
+            cached_tokens=0,
+            logprobs=tuple(logprobs),
+            scores=score_all(prepared.tokens, prepared.targets),
+        )
+
     logprobs: list[TokenLogprob] = []
+    if prepared.max_tokens == 0:
+        return finished("", 0, "length")
+    history, raw = list(prepared.tokens), b""
     for n_drawn in count():
         sampled = draw(model, history, prepared, n_drawn)
         logprobs += [sampled.logprobs] if sampled.logprobs else []
@@ -184,10 +191,9 @@ def lone_run(prepared: Prepared, model: FakeModel) -> LoneRun:
             over = is_complete or n == prepared.max_tokens
             text = decoded(raw, final=over)
             if stop := first_stop(text, prepared.stop):
-                return LoneRun(text[: stop[0]], n, "stop", stop[1], logprobs=tuple(logprobs))
+                return finished(text[: stop[0]], n, "stop", stop[1])
             if over:
-                reason = "stop" if is_complete else "length"
-                return LoneRun(text, n, reason, logprobs=tuple(logprobs))
+                return finished(text, n, "stop" if is_complete else "length")
     raise AssertionError("unreachable")
 
 
@@ -331,7 +337,7 @@ class FakeMemory:
             elif work.sample:
                 sampled[work.request_id] = self._sample(work)
             elif work.targets:
-                scores[work.request_id] = self._score(work)
+                scores[work.request_id] = score_all(self._history(work), work.targets)
         return StepResult(
             status=StepStatus.DONE,
             sampled=sampled,
@@ -351,11 +357,6 @@ class FakeMemory:
         sampler.n_drawn += 1
         sampler.n_due += 1 + len(sampled.forced)
         return sampled
-
-    def _score(self, work: Work) -> list[float]:
-        history = self._history(work)
-        first = len(history) - len(work.targets) + 1
-        return [score(history[:n], target) for n, target in enumerate(work.targets, first)]
 
     def _roll_back(self, plan: StepPlan) -> frozenset[int]:
         """Undo the batch; return the sequences that lost everything by it."""

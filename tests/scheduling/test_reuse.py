@@ -319,8 +319,8 @@ def test_without_a_free_sequence_the_least_wanted_prefix_goes() -> None:
 # -- models that cannot go back -------------------------------------------------------------
 
 
-def whole(**fields: int) -> CheckedScheduler:
-    return CheckedScheduler(n_ctx=300, reuse=Reuse.WHOLE, **fields)
+def whole(n_slots: int = 4, n_seqs: int = 12) -> CheckedScheduler:
+    return CheckedScheduler(n_slots=n_slots, n_seqs=n_seqs, n_ctx=300, reuse=Reuse.WHOLE)
 
 
 def test_a_state_is_gone_on_from_where_a_request_or_its_prompt_ended_and_nowhere_else() -> None:
