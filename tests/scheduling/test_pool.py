@@ -5,6 +5,8 @@ Whole histories of it are in `test_scheduler_machine`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from llamad_trio.scheduling.plan import Copy, Drop
@@ -16,22 +18,8 @@ LONG = list(range(100, 100 + MIN_CHECKPOINT_TOKENS))
 """The shortest prompt that is worth a checkpoint."""
 
 
-def pool_of(n_seqs: int = 4, *, n_ctx: int = 100, reuse: Reuse = Reuse.PREFIX) -> Pool:
-    return Pool(n_ctx=n_ctx, n_seqs=n_seqs, reuse=reuse, shelf=Shelf())
-
-
-def computed(pool: Pool, *tokens: int) -> int:
-    """A sequence that has computed `tokens`, with nothing of others."""
-    seq = pool.open()
-    pool.extend(seq, tokens)
-    return seq
-
-
-def retained(pool: Pool, *tokens: int, session: str | None = None) -> int:
-    """The sequence of a request that has ended."""
-    seq = computed(pool, *tokens)
-    pool.close(seq, session=session)
-    return seq
+def pool_of(n_seqs: int = 4, *, reuse: Reuse = Reuse.PREFIX) -> Pool:
+    return Pool(n_ctx=100, n_seqs=n_seqs, reuse=reuse, shelf=Shelf())
 
 
 def find(pool: Pool, *tokens: int) -> Match:
@@ -43,19 +31,43 @@ def n_used(pool: Pool) -> int:
     return pool.n_ctx - pool.free_cells
 
 
-def test_every_sequence_can_be_had_once() -> None:
-    pool = pool_of(4)
-    assert sorted(pool.open() for _ in range(4)) == [0, 1, 2, 3]
-    assert pool.take_ops() == ()
+def compute(pool: Pool, *tokens: int) -> int:
+    """A sequence that has computed `tokens`, with nothing of others."""
+    seq = pool.open()
+    pool.extend(seq, tokens)
+    return seq
+
+
+def retain(pool: Pool, *tokens: int, session: str | None = None) -> int:
+    """The sequence of a request that has ended."""
+    seq = compute(pool, *tokens)
+    pool.close(seq, session=session)
+    return seq
+
+
+def branch(pool: Pool, match: Match, *tokens: int) -> int:
+    """A sequence that goes on from another with `tokens`."""
+    seq = pool.open()
+    pool.share(match, seq)
+    if tokens:
+        pool.extend(seq, tokens)
+    return seq
+
+
+def evict_all_in_turn(pool: Pool) -> list[int]:
+    """Evict until nothing is left; return the sequences in the order they went."""
+    pool.take_ops()
+    while pool.evict():
+        pass
+    return [op.seq for op in pool.take_ops() if isinstance(op, Drop)]
 
 
 def test_operations_come_in_order_and_once() -> None:
     pool = pool_of()
-    first = retained(pool, 1, 2, 3)
-    second = pool.open()
+    first = retain(pool, 1, 2, 3)
     match = find(pool, 1, 2, 3, 4)
     assert match == Match(first, 3)
-    pool.share(match, second)
+    second = branch(pool, match)
     pool.close(second, keep=False)
     assert pool.take_ops() == (Copy(first, second, 3), Drop(first), Drop(second))
     assert pool.take_ops() == ()
@@ -64,10 +76,8 @@ def test_operations_come_in_order_and_once() -> None:
 
 def test_a_prefix_that_goes_on_elsewhere_is_given_up_only_when_all_of_it_is_taken() -> None:
     pool = pool_of()
-    first = retained(pool, 1, 2, 3)
-    second = pool.open()
-    pool.share(Match(first, 2), second)
-    pool.extend(second, [7])
+    first = retain(pool, 1, 2, 3)
+    second = branch(pool, Match(first, 2), 7)
     assert pool.take_ops() == (Copy(first, second, 2),)
     assert n_used(pool) == 4
     assert find(pool, 1, 2, 3, 4) == Match(first, 3)
@@ -75,9 +85,8 @@ def test_a_prefix_that_goes_on_elsewhere_is_given_up_only_when_all_of_it_is_take
 
 def test_a_sequence_that_somebody_runs_on_is_never_given_up() -> None:
     pool = pool_of()
-    first = computed(pool, 1, 2, 3)
-    second = pool.open()
-    pool.share(Match(first, 3), second)
+    first = compute(pool, 1, 2, 3)
+    second = branch(pool, Match(first, 3))
     assert pool.take_ops() == (Copy(first, second, 3),)
     assert not pool.evict()
     assert not pool.evict_all()
@@ -85,10 +94,8 @@ def test_a_sequence_that_somebody_runs_on_is_never_given_up() -> None:
 
 def test_what_is_inside_another_sequence_is_not_retained() -> None:
     pool = pool_of()
-    first = computed(pool, 1, 2, 3)
-    second = pool.open()
-    pool.share(Match(first, 3), second)
-    pool.extend(second, [4])
+    first = compute(pool, 1, 2, 3)
+    second = branch(pool, Match(first, 3), 4)
     pool.close(first)
     assert pool.take_ops()[-1] == Drop(first)
     assert find(pool, 1, 2, 3, 9) == Match(second, 3)
@@ -103,29 +110,20 @@ def test_a_sequence_that_holds_nothing_is_not_retained() -> None:
     assert pool.take_ops() == ()
 
 
-@pytest.mark.parametrize("reuse", Reuse)
-def test_the_last_token_is_never_found(reuse: Reuse) -> None:
+@pytest.mark.parametrize(
+    ("reuse", "n_of_the_same", "n_of_a_longer", "n_of_another"),
+    [(Reuse.NOTHING, 0, 0, 0), (Reuse.WHOLE, 0, 3, 0), (Reuse.PREFIX, 2, 3, 2)],
+)
+def test_what_is_found_is_what_can_be_gone_on_from(
+    reuse: Reuse, n_of_the_same: int, n_of_a_longer: int, n_of_another: int
+) -> None:
     pool = pool_of(reuse=reuse)
-    seq = computed(pool, 1, 2, 3)
-    expected = {Reuse.NOTHING: Match(), Reuse.WHOLE: Match(), Reuse.PREFIX: Match(seq, 2)}
-    assert find(pool, 1, 2, 3) == expected[reuse]
-    assert find(pool, 1) == Match()
-
-
-def test_where_a_sequence_cannot_be_cut_only_its_end_is_found() -> None:
-    pool = pool_of(reuse=Reuse.WHOLE)
-    seq = retained(pool, 1, 2, 3)
-    assert find(pool, 1, 2, 4, 5) == Match()
-    assert find(pool, 1, 2, 3, 4) == Match(seq, 3)
-
-
-def test_without_reuse_nothing_is_found_and_nothing_retained() -> None:
-    pool = pool_of(reuse=Reuse.NOTHING)
-    seq = computed(pool, 1, 2, 3)
-    assert find(pool, 1, 2, 3, 4) == Match()
+    seq = compute(pool, 1, 2, 3)
+    assert find(pool, 1, 2, 3).n == n_of_the_same
+    assert find(pool, 1, 2, 3, 4).n == n_of_a_longer
+    assert find(pool, 1, 2, 4, 5).n == n_of_another
     pool.close(seq)
-    assert n_used(pool) == 0
-    assert pool.take_ops() == (Drop(seq),)
+    assert n_used(pool) == (0 if reuse is Reuse.NOTHING else 3)
 
 
 # -- who gives way ------------------------------------------------------------------------
@@ -133,40 +131,30 @@ def test_without_reuse_nothing_is_found_and_nothing_retained() -> None:
 
 def test_the_least_recently_used_goes_first() -> None:
     pool = pool_of()
-    seqs = [retained(pool, i, i) for i in (1, 2, 3)]
+    seqs = [retain(pool, i, i) for i in (1, 2, 3)]
     assert find(pool, 1, 1, 9) == Match(seqs[0], 2)
-    assert [pool.evict() for _ in range(4)] == [True, True, True, False]
-    assert pool.take_ops() == (Drop(seqs[1]), Drop(seqs[2]), Drop(seqs[0]))
-
-
-def test_what_was_looked_for_in_vain_is_not_touched() -> None:
-    pool = pool_of()
-    seqs = [retained(pool, i, i) for i in (1, 2)]
-    assert find(pool, 3, 1, 1) == Match()
-    pool.evict()
-    assert pool.take_ops() == (Drop(seqs[0]),)
+    assert find(pool, 3, 1, 1).n == 1
+    assert find(pool, 4, 2, 2) == Match(), "which is not touched by that"
+    assert evict_all_in_turn(pool) == [seqs[1], seqs[0], seqs[2]]
 
 
 @pytest.mark.parametrize("session", ["s", ""])
-def test_what_belongs_to_a_session_goes_last_however_old(session: str) -> None:
-    pool = pool_of()
-    ours = retained(pool, 1, 1, session=session)
-    others = [retained(pool, i, i) for i in (2, 3)]
-    while pool.evict():
-        pass
-    assert pool.take_ops() == (Drop(others[0]), Drop(others[1]), Drop(ours))
+def test_what_belongs_to_a_session_goes_last_but_for_what_is_held(session: str) -> None:
+    pool = pool_of(5)
+    held = compute(pool, 1, 1)
+    pool.hold(held, "holder")
+    ours = retain(pool, 2, 2, session=session)
+    others = [retain(pool, i, i) for i in (3, 4)]
+    assert evict_all_in_turn(pool) == [*others, ours, held]
 
 
 def test_what_frees_no_cell_is_not_evicted() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
-    running = computed(pool, *LONG)
+    running = compute(pool, *LONG)
     pool.checkpoint(running)
     pool.extend(running, [1])
-    other = retained(pool, 2, 2)
-    pool.take_ops()
-    assert pool.evict()
-    assert pool.take_ops() == (Drop(other),)
-    assert not pool.evict(), "the checkpoint lies inside of what runs"
+    other = retain(pool, 2, 2)
+    assert evict_all_in_turn(pool) == [other], "the checkpoint lies inside of what runs"
     pool.close(running, keep=False)
     assert pool.evict(), "now it does not"
     assert n_used(pool) == 0
@@ -174,9 +162,9 @@ def test_what_frees_no_cell_is_not_evicted() -> None:
 
 def test_everything_retained_can_be_let_go_at_once() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
-    running = computed(pool, *LONG)
+    running = compute(pool, *LONG)
     pool.checkpoint(running)
-    retained(pool, 2, 2)
+    retain(pool, 2, 2)
     assert pool.evict_all()
     assert not pool.evict_all()
     assert n_used(pool) == pool.length(running) == len(LONG)
@@ -184,41 +172,27 @@ def test_everything_retained_can_be_let_go_at_once() -> None:
 
 def test_a_sequence_is_always_to_be_had_while_one_is_retained() -> None:
     pool = pool_of(2)
-    old, new = retained(pool, 1, 1), retained(pool, 2, 2)
-    assert pool.open() == old
-    assert pool.open() == new
+    old, new = retain(pool, 1, 1), retain(pool, 2, 2)
+    assert [pool.open(), pool.open()] == [old, new]
     assert n_used(pool) == 0
 
 
 # -- what somebody holds on to --------------------------------------------------------------
 
 
-def test_what_is_held_goes_last_of_all() -> None:
-    pool = pool_of(5)
-    held = computed(pool, 1, 1)
-    pool.hold(held, "holder")
-    ours = retained(pool, 2, 2, session="s")
-    other = retained(pool, 3, 3)
-    while pool.evict():
-        pass
-    assert pool.take_ops() == (Drop(other), Drop(ours), Drop(held))
-
-
 def test_a_holder_holds_one_thing_at_a_time() -> None:
     pool = pool_of()
-    first, second = computed(pool, 1, 1), computed(pool, 2, 2)
+    first, second = compute(pool, 1, 1), compute(pool, 2, 2)
     pool.hold(first, "holder")
     pool.hold(second, "holder")
-    new = retained(pool, 3, 3, session="s")
-    while pool.evict():
-        pass
-    assert pool.take_ops() == (Drop(first), Drop(new), Drop(second))
+    new = retain(pool, 3, 3, session="s")
+    assert evict_all_in_turn(pool) == [first, new, second]
 
 
 @pytest.mark.parametrize("reuse", [Reuse.WHOLE, Reuse.PREFIX])
 def test_what_several_hold_on_to_can_still_give_way(reuse: Reuse) -> None:
     pool = pool_of(reuse=reuse)
-    retained(pool, 1, 2, 3)
+    retain(pool, 1, 2, 3)
     assert pool.hold_resident("a", [1, 2, 3])
     assert pool.hold_resident("b", [1, 2, 3])
     assert n_used(pool) == 3
@@ -229,36 +203,30 @@ def test_what_several_hold_on_to_can_still_give_way(reuse: Reuse) -> None:
 
 def test_what_is_held_is_not_given_up_when_somebody_goes_on_from_it() -> None:
     pool = pool_of()
-    held = computed(pool, 1, 2)
+    held = compute(pool, 1, 2)
     pool.hold(held, "holder")
-    seq = pool.open()
-    pool.share(Match(held, 2), seq)
-    pool.extend(seq, [3])
-    pool.close(seq, keep=False)
+    pool.close(branch(pool, Match(held, 2), 3), keep=False)
     assert find(pool, 1, 2, 4) == Match(held, 2)
 
 
 def test_what_is_not_all_resident_cannot_be_held() -> None:
     pool = pool_of()
-    retained(pool, 1, 2, 3)
-    pool.take_ops()
+    retain(pool, 1, 2, 3)
     assert not pool.hold_resident("holder", [1, 2, 3, 4])
     assert pool.take_ops() == ()
 
 
 def test_a_holder_whose_hold_was_lost_has_no_say_over_who_came_after() -> None:
     pool = pool_of(2)
-    seq = computed(pool, 1, 1)
+    seq = compute(pool, 1, 1)
     pool.hold(seq, "old")
     assert pool.evict()
-    again = computed(pool, 2, 2)
+    again = compute(pool, 2, 2)
     assert again == seq
     pool.hold(again, "new")
     pool.let_go("old")
-    other = retained(pool, 3, 3, session="s")
-    pool.take_ops()
-    pool.evict()
-    assert pool.take_ops() == (Drop(other),)
+    other = retain(pool, 3, 3, session="s")
+    assert evict_all_in_turn(pool) == [other, again]
 
 
 # -- checkpoints --------------------------------------------------------------------------
@@ -266,42 +234,36 @@ def test_a_holder_whose_hold_was_lost_has_no_say_over_who_came_after() -> None:
 
 def test_a_checkpoint_stays_where_it_was_made() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
-    seq = computed(pool, *LONG)
+    seq = compute(pool, *LONG)
     pool.checkpoint(seq)
     pool.extend(seq, [1, 2])
     found = find(pool, *LONG, 9)
     assert (found.seq != seq, found.n) == (True, len(LONG))
     assert pool.take_ops() == (Copy(seq, found.seq, len(LONG)),)
-    branch = pool.open()
-    pool.share(found, branch)
-    pool.extend(branch, [3])
+    branch(pool, found, 3)
     assert find(pool, *LONG, 9) == found, "it is not used up"
 
 
-@pytest.mark.parametrize("reuse", [Reuse.NOTHING, Reuse.PREFIX])
-def test_no_checkpoint_is_made_where_none_is_needed(reuse: Reuse) -> None:
-    pool = pool_of(reuse=reuse)
-    pool.checkpoint(computed(pool, *LONG))
-    assert pool.take_ops() == ()
-
-
-def test_no_checkpoint_is_made_of_a_short_prompt() -> None:
-    pool = pool_of(reuse=Reuse.WHOLE)
-    pool.checkpoint(computed(pool, *LONG[1:]))
-    assert pool.take_ops() == ()
-
-
-def test_no_checkpoint_is_made_without_a_spare_sequence() -> None:
-    pool = pool_of(2, reuse=Reuse.WHOLE)
-    seq = computed(pool, *LONG)
-    computed(pool, 1)
-    pool.checkpoint(seq)
+@pytest.mark.parametrize(
+    ("reuse", "n_seqs", "prompt"),
+    [
+        (Reuse.NOTHING, 4, LONG),  # where none is needed
+        (Reuse.PREFIX, 4, LONG),
+        (Reuse.WHOLE, 4, LONG[1:]),  # a short prompt
+        (Reuse.WHOLE, 1, LONG),  # without a spare sequence
+    ],
+)
+def test_no_checkpoint_is_made_for_nothing(
+    reuse: Reuse, n_seqs: int, prompt: Sequence[int]
+) -> None:
+    pool = pool_of(n_seqs, reuse=reuse)
+    pool.checkpoint(compute(pool, *prompt))
     assert pool.take_ops() == ()
 
 
 def test_a_checkpoint_nobody_went_on_from_is_kept_once() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
-    seq = computed(pool, *LONG)
+    seq = compute(pool, *LONG)
     pool.checkpoint(seq)
     pool.close(seq)
     assert pool.evict()
@@ -310,13 +272,12 @@ def test_a_checkpoint_nobody_went_on_from_is_kept_once() -> None:
 
 def test_a_checkpoint_belongs_to_the_session_of_its_request() -> None:
     pool = pool_of(reuse=Reuse.WHOLE)
-    seq = computed(pool, *LONG)
+    seq = compute(pool, *LONG)
     pool.checkpoint(seq, "s")
+    checkpoint = find(pool, *LONG, 9).seq
     pool.close(seq, keep=False)
-    other = retained(pool, 1, 2)
-    pool.take_ops()
-    pool.evict()
-    assert pool.take_ops() == (Drop(other),)
+    other = retain(pool, 1, 2)
+    assert evict_all_in_turn(pool) == [other, checkpoint]
 
 
 # -- what llama.cpp lost --------------------------------------------------------------------
@@ -324,7 +285,7 @@ def test_a_checkpoint_belongs_to_the_session_of_its_request() -> None:
 
 def test_what_is_lost_is_not_dropped_again() -> None:
     pool = pool_of()
-    seq = computed(pool, 1, 2, 3)
+    seq = compute(pool, 1, 2, 3)
     pool.lose(seq)
     assert (n_used(pool), pool.length(seq)) == (0, 0)
     pool.close(seq)
@@ -333,7 +294,7 @@ def test_what_is_lost_is_not_dropped_again() -> None:
 
 def test_a_retained_prefix_that_is_lost_gives_its_sequence_back() -> None:
     pool = pool_of(1)
-    seq = retained(pool, 1, 2, 3)
+    seq = retain(pool, 1, 2, 3)
     pool.lose(seq)
     assert not pool.evict_all()
     assert pool.open() == seq
@@ -342,7 +303,7 @@ def test_a_retained_prefix_that_is_lost_gives_its_sequence_back() -> None:
 
 def test_what_was_to_be_copied_from_a_lost_sequence_is_lost_with_it() -> None:
     pool = pool_of()
-    seq = computed(pool, 1, 2, 3)
+    seq = compute(pool, 1, 2, 3)
     assert pool.hold_resident("holder", [1, 2])
     pool.lose(seq)
     assert n_used(pool) == 0
@@ -352,26 +313,22 @@ def test_what_was_to_be_copied_from_a_lost_sequence_is_lost_with_it() -> None:
 
 def test_a_sequence_that_could_not_be_copied_is_trusted_again_with_new_tokens() -> None:
     pool = pool_of(2)
-    bad = retained(pool, 1, 2, 3)
-    copy = pool.open()
-    pool.share(Match(bad, 2), copy)
+    bad = retain(pool, 1, 2, 3)
+    copy = branch(pool, Match(bad, 2))
     pool.lose(copy)
     pool.close(copy)
     assert find(pool, 1, 2, 9) == Match(), "it would fail again"
     assert find(pool, 1, 2, 3, 9) == Match(bad, 3), "more of it may do"
     pool.evict()
-    new = computed(pool, 1, 2, 3)
+    new = compute(pool, 1, 2, 3)
     assert new == bad
     assert find(pool, 1, 2, 9) == Match(new, 2)
 
 
 def test_cells_held_by_some_count_shared_ones_once() -> None:
     pool = pool_of()
-    first = computed(pool, 1, 2, 3)
-    second = pool.open()
-    pool.share(Match(first, 2), second)
-    pool.extend(second, [7, 8])
+    first = compute(pool, 1, 2, 3)
+    second = branch(pool, Match(first, 2), 7, 8)
     assert pool.n_held([first]) == 3
     assert pool.n_held([first, second]) == n_used(pool) == 5
     assert pool.n_cells([(first, 3), (second, 2)]) == 3
-    assert pool.free_cells == 95
