@@ -5,6 +5,9 @@ The promises are checked by `CheckedScheduler`; here is only what can happen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (
@@ -31,6 +34,9 @@ N_TARGETS = st.sampled_from([0, 0, 0, 1, 7, 30]) | st.integers(0, 60)
 HOLDERS = st.sampled_from(["s", "t"])
 
 
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
 def copied_to(plan: StepPlan) -> list[int]:
     """The sequences a plan copies to."""
     return [operation.dst for operation in plan.memory if isinstance(operation, Copy)]
@@ -42,135 +48,72 @@ class SchedulerMachine(RuleBasedStateMachine):
     reuse: Reuse
     books: CheckedScheduler
 
-    @initialize(
-        n_slots=st.sampled_from([3, 4, 2, 1]),
-        n_ctx=st.integers(40, 90) | st.integers(60, 160) | st.integers(2, 12),
-        missing_cells=st.sampled_from([0, 0, 0, 1, 10]),
-        batch=st.sampled_from([64, 20, 5, 1, 0]),
-        can_rewind=st.booleans(),
-        spare_seqs=st.sampled_from([1, 2, 8, 3]),
-        endless=st.sampled_from([True, False]),
-        forces=st.sampled_from([True, False]),
-        ends_by_closing=st.sampled_from([False, False, False, True]),
-    )
-    def open(
-        self,
-        n_slots: int,
-        n_ctx: int,
-        missing_cells: int,
-        batch: int,
-        can_rewind: bool,
-        spare_seqs: int,
-        endless: bool,
-        forces: bool,
-        ends_by_closing: bool,
-    ) -> None:
-        self.ends_by_closing = ends_by_closing
-        model: FakeModel = EndlessModel() if endless else HashModel()
+    @initialize(data=st.data())
+    def open(self, data: st.DataObject) -> None:
+        draw = data.draw
+        n_slots = draw(st.sampled_from([3, 4, 2, 1]))
+        n_ctx = draw(st.integers(40, 90) | st.integers(60, 160) | st.integers(2, 12))
+        model: FakeModel = EndlessModel() if draw(st.booleans()) else HashModel()
+        can_rewind = draw(st.booleans())
         self.books = CheckedScheduler(
             n_slots=n_slots,
-            n_seqs=n_slots + spare_seqs,
+            n_seqs=n_slots + draw(st.sampled_from([1, 2, 8, 3])),
             n_ctx=n_ctx,
-            n_cells=max(1, n_ctx - missing_cells),
-            n_batch=n_slots + batch,
+            n_cells=max(1, n_ctx - draw(st.sampled_from([0, 0, 0, 1, 10]))),
+            n_batch=n_slots + draw(st.sampled_from([64, 20, 5, 1, 0])),
             reuse=self.reuse,
             can_rewind=can_rewind if self.reuse is Reuse.NOTHING else None,
-            model=ForcingModel(model) if forces else model,
+            model=ForcingModel(model) if draw(st.booleans()) else model,
         )
+        self.ends_by_closing = draw(st.sampled_from([False, False, False, True]))
 
-    @rule(
-        stem=st.sampled_from(range(len(STEMS))),
-        shared=st.sampled_from([20, 36, 59, 5, 0]) | st.integers(0, 60),
-        own=st.lists(TOKENS, min_size=1, max_size=5),
-        max_tokens=st.sampled_from([80, 40, 20, 5, 1, 0]),
-        stop=st.just([]) | st.lists(st.sampled_from(STOPS), max_size=3),
-        streams=st.booleans(),
-        seed=st.integers(0, 3),
-        session=SESSIONS,
-        n_targets=N_TARGETS,
-        n_logprobs=st.sampled_from([None, None, None, 0]),
-        n=st.integers(1, 4),
-        differ=st.booleans(),
-        at_once=st.booleans(),
-    )
-    def submit(
-        self,
-        stem: int,
-        shared: int,
-        own: list[int],
-        max_tokens: int,
-        stop: list[str],
-        streams: bool,
-        seed: int,
-        session: str | None,
-        n_targets: int,
-        n_logprobs: int | None,
-        n: int,
-        differ: bool,
-        at_once: bool,
-    ) -> None:
-        """Prompts that begin like each other, and like earlier ones."""
-        for i in range(n):
-            tokens = [*STEMS[stem][:shared], *own]
-            if differ:
-                tokens.append(1 + i)
-            tokens = tokens[-self.books.n_ctx + 1 :]
-            if n_targets:
-                self.books.score(tokens, min(n_targets, len(tokens)), request_id=self.new_id())
-                continue
+    def ask(self, draw: Draw, tokens: list[int], max_tokens: int, **fields: Any) -> None:
+        """Ask for a continuation of `tokens`, or, by chance, for scores of some of them."""
+        id_ = len(self.books.requests) * 7919 % 10_007  # which tells nothing of the arrival
+        if n_targets := draw(N_TARGETS):
+            self.books.score(tokens, min(n_targets, len(tokens)), request_id=id_)
+        else:
             limit = min(max_tokens, self.books.n_ctx - len(tokens))
+            session = draw(SESSIONS)
+            holder = session if limit == 0 else None
             self.books.submit(
-                tokens,
-                max_tokens=limit,
-                stop=stop,
-                streams=streams,
-                seed=seed + i,
-                session=session,
-                holder=session if limit == 0 else None,
-                n_logprobs=n_logprobs,
-                request_id=self.new_id(),
+                tokens, max_tokens=limit, session=session, holder=holder, request_id=id_, **fields
             )
-        self.plan_if(at_once)
+
+    @rule(data=st.data())
+    def submit(self, data: st.DataObject) -> None:
+        """Prompts that begin like each other, and like earlier ones."""
+        draw = data.draw
+        shared = draw(st.sampled_from([20, 36, 59, 5, 0]) | st.integers(0, 60))
+        tokens = draw(st.sampled_from(STEMS))[:shared]
+        tokens += draw(st.lists(TOKENS, min_size=1, max_size=5))
+        differ = draw(st.booleans())
+        for i in range(draw(st.integers(1, 4))):
+            self.ask(
+                draw,
+                [*tokens, *([1 + i] if differ else [])][-self.books.n_ctx + 1 :],
+                draw(st.sampled_from([80, 40, 20, 5, 1, 0])),
+                stop=draw(st.just([]) | st.lists(st.sampled_from(STOPS), max_size=3)),
+                streams=draw(st.booleans()),
+                seed=draw(st.integers(0, 3)),
+                n_logprobs=draw(st.sampled_from([None, None, None, 0])),
+            )
+        self.plan_if(draw(st.booleans()))
 
     @precondition(lambda self: self.books.requests)
-    @rule(
-        data=st.data(),
-        cut=st.just(0) | st.integers(0, 30),
-        own=st.lists(TOKENS, max_size=4),
-        max_tokens=st.integers(1, 20),
-        session=SESSIONS,
-        n_targets=N_TARGETS,
-        at_once=st.booleans(),
-    )
-    def follow_up(
-        self,
-        data: st.DataObject,
-        cut: int,
-        own: list[int],
-        max_tokens: int,
-        session: str | None,
-        n_targets: int,
-        at_once: bool,
-    ) -> None:
+    @rule(data=st.data(), cut=st.just(0) | st.integers(0, 30), own=st.lists(TOKENS, max_size=4))
+    def follow_up(self, data: st.DataObject, cut: int, own: list[int]) -> None:
         """A prompt that continues what another request has said so far, or branches off it."""
         earlier = self.books.requests[data.draw(st.sampled_from(list(self.books.requests)))]
         tokens = [*earlier.history[: len(earlier.history) - cut], *own]
         if 0 < len(tokens) < self.books.n_ctx and 0 not in tokens:
-            limit, id_ = min(max_tokens, self.books.n_ctx - len(tokens)), self.new_id()
-            if n_targets:
-                self.books.score(tokens, min(n_targets, len(tokens)), request_id=id_)
-            else:
-                self.books.submit(tokens, max_tokens=limit, session=session, request_id=id_)
-        self.plan_if(at_once)
+            self.ask(data.draw, tokens, data.draw(st.integers(1, 20)))
+        self.plan_if(data.draw(st.booleans()))
 
     def plan_if(self, wanted: bool) -> None:
         """Take up what has just arrived in a step that may go wrong."""
         if wanted and self.books.in_flight is None:
             self.books.plan()
-
-    def new_id(self) -> int:
-        """A new id, which tells nothing of the order of arrival."""
-        return len(self.books.requests) * 7919 % 10_007
 
     def live(self) -> list[int]:
         return [id_ for id_, request in self.books.requests.items() if request.live]
