@@ -13,7 +13,8 @@ import pytest
 
 from llamad_trio.scheduling.plan import Prepared, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from tests.scheduling.checked_scheduler import A, B, C, CheckedScheduler, D, sampling
+from tests.scheduling.checked_scheduler import CheckedScheduler
+from tests.scheduling.tracked import A, B, C, D, sampling
 
 # -- admission ----------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ import pytest
 from llamad_trio.scheduling.plan import Copy, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Failed, Finished
-from tests.scheduling.checked_scheduler import A, B, C, CheckedScheduler, D, copies, sizes
+from tests.scheduling.checked_scheduler import CheckedScheduler
+from tests.scheduling.tracked import A, B, C, D, copies, sizes
 
 SHARED = [1 + i * i % 11 for i in range(1000)]
 """What several requests have in common, beside 20 tokens of their own."""

@@ -11,9 +11,9 @@ from hypothesis import example, given, strategies as st
 from llamad_trio.core.completion import FinishReason, TokenLogprob
 from llamad_trio.scheduling.plan import Prepared, Sampled
 from llamad_trio.scheduling.run import Event, Finished, Piece, Run
-from tests.scheduling.checked_scheduler import sampling
 from tests.scheduling.fake_memory import END, forcing
 from tests.scheduling.oracles import decoded, first_stop, undecided
+from tests.scheduling.tracked import sampling
 
 SOME_BYTES = st.binary(max_size=6) | st.text("ab🙂é\ufffd", max_size=4).map(str.encode)
 TOGETHER = st.lists(SOME_BYTES, min_size=1, max_size=3)

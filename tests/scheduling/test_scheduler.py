@@ -11,8 +11,9 @@ from llamad_trio.core.errors import ContextOverflow, EngineClosed, InferenceErro
 from llamad_trio.scheduling.plan import StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Failed
-from tests.scheduling.checked_scheduler import A, B, C, CheckedScheduler, D, sizes
+from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import HashModel
+from tests.scheduling.tracked import A, B, C, D, sizes
 
 
 def test_alone_a_prompt_takes_the_whole_batch() -> None:

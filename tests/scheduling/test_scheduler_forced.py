@@ -10,7 +10,7 @@ import pytest
 
 from llamad_trio.scheduling.plan import StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from tests.scheduling.checked_scheduler import A, B, C, CheckedScheduler, sizes
+from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import (
     EndlessModel,
     ForcingModel,
@@ -18,6 +18,7 @@ from tests.scheduling.fake_memory import (
     ScriptModel,
     forcing,
 )
+from tests.scheduling.tracked import A, B, C, sizes
 
 # -- the step -----------------------------------------------------------------------------
 

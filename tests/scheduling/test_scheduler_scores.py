@@ -11,8 +11,9 @@ import pytest
 from llamad_trio.core.errors import InferenceError
 from llamad_trio.scheduling.plan import StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
-from tests.scheduling.checked_scheduler import A, B, C, CheckedScheduler, copies, sizes
+from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import score
+from tests.scheduling.tracked import A, B, C, copies, sizes
 
 TEXT = [1 + i * i % 11 for i in range(60)]
 """A prompt in which positions are told apart."""
