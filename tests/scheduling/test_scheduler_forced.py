@@ -179,19 +179,6 @@ def test_a_request_cancelled_with_forced_tokens_pending_is_not_planned_again() -
     assert books.finished(again).cached_tokens == 28
 
 
-def test_a_request_cancelled_while_its_forced_tokens_are_computed_gets_nothing_of_the_step() -> (
-    None
-):
-    books = forced_once(20)
-    books.submit(A, max_tokens=60)
-    books.step()
-    books.plan()
-    books.cancel(0)
-    assert books.finish() == []
-    assert books.plan() is None
-    books.run_to_end()
-
-
 def test_a_request_paused_with_forced_tokens_pending_is_left_out_until_it_resumes() -> None:
     books = forced_once(20, n_batch=8, n_slots=2)
     paused = books.submit(A, max_tokens=60)

