@@ -16,22 +16,25 @@ class Machine:
     """Cores, some of them taken.  A step takes `work_s` on one thread.
 
     With a core for each thread it takes 1/n of that, and a little more.  Else the threads wait
-    for each other at every node: three times as long, and a third of it without a core.
+    for each other at every node: three times as long, and a third of it without a core; unless
+    `waits` says for which share of each step the computing thread has none.
     """
 
     n_cores: int
     n_taken: int = 0
     work_s: float = 0.01
     noise: float = 0.03
+    waits: float | None = None
     wanders: random.Random = attrs.field(factory=lambda: random.Random(1))
 
     def step(self, n_threads: int) -> tuple[float, float]:
         """Seconds a step takes, and those of them without a core."""
         elapsed_s = self.work_s * (1 / n_threads + 0.02)
         elapsed_s *= 1 + self.noise * self.wanders.random()
-        if n_threads + self.n_taken <= self.n_cores:
-            return elapsed_s, 0.0
-        return 3 * elapsed_s, elapsed_s
+        waited_s = 0.0
+        if n_threads + self.n_taken > self.n_cores:
+            elapsed_s, waited_s = 3 * elapsed_s, elapsed_s
+        return elapsed_s, waited_s if self.waits is None else self.waits * elapsed_s
 
 
 def compute(
@@ -93,36 +96,26 @@ def test_it_is_back_within_three_seconds(n_cores: int, busy_s: float) -> None:
 
 
 def test_a_neighbour_that_the_computing_thread_does_not_feel_is_noticed_by_the_time() -> None:
-    machine = Machine(8)
+    machine = Machine(8, waits=0.0)
     governor = ThreadGovernor(8)
     compute(governor, machine, 5.0)
     machine.n_taken = 1
-    for _ in range(40):
-        elapsed_s, _ = machine.step(governor.n_threads)
-        governor.observe(n_rows=1, elapsed_s=elapsed_s, waited_s=0.0)
+    compute(governor, machine, 0.2)
     assert governor.in_force < 8
 
 
 def test_what_nothing_suggests_is_found_in_time() -> None:
     """Busy from the start, and the thread that computes never loses its own core."""
-    machine = Machine(8, n_taken=1)
     governor = ThreadGovernor(8)
-    for _ in range(1000):
-        elapsed_s, _ = machine.step(governor.n_threads)
-        governor.observe(n_rows=1, elapsed_s=elapsed_s, waited_s=0.0)
+    compute(governor, Machine(8, n_taken=1, waits=0.0), 4.0)
     assert governor.in_force < 8
 
 
 def test_threads_that_wait_for_something_else_are_not_given_up() -> None:
     """Fewer are tried, and are slower; that must not cost much, however long it lasts."""
-    machine = Machine(4)
+    machine = Machine(4, waits=0.3)
     governor = ThreadGovernor(4)
-    steps: list[tuple[int, float]] = []
-    for _ in range(5000):
-        n_threads = governor.n_threads
-        elapsed_s, _ = machine.step(n_threads)
-        governor.observe(n_rows=1, elapsed_s=elapsed_s, waited_s=0.3 * elapsed_s)
-        steps.append((n_threads, elapsed_s))
+    steps = compute(governor, machine, 15.0)
     assert governor.in_force == 4
     assert slowdown(steps, machine, 4) < 1.02
 
