@@ -15,6 +15,7 @@ CHUNKS = st.lists(st.text(LETTERS, max_size=6), max_size=12)
 
 @given(stops=STOPS, chunks=CHUNKS)
 @example(stops=["aab"], chunks=["aa", "aab"])  # the match begins inside a failed one
+@example(stops=["aabaaac"], chunks=["aabaaabaaac"])  # and inside of that, another one failed
 @example(stops=["ab", "b"], chunks=["a", "b"])  # two end at once: the longer
 @example(stops=["abbb", "bb"], chunks=["abb", "b"])  # the first to end, not to begin
 def test_the_text_ends_where_a_search_says_and_only_what_may_become_a_stop_is_withheld(
