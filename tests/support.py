@@ -6,7 +6,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import trio
@@ -16,7 +16,7 @@ from llamad_trio import EngineConfig
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterable, Iterator
     from types import FrameType
 
     from llamad_trio import Engine, TokenStream
@@ -32,11 +32,14 @@ __all__ = [
     "held_steps",
     "must_not_run",
     "read_all",
+    "side_by_side",
     "threads_of_ours",
     "until",
     "until_idle",
     "until_queued",
 ]
+
+T = TypeVar("T")
 
 # OpenMP's threads wait for each other at every graph node: with a second one, whatever else
 # the machine computes slows the tests down by a hundred times.
@@ -91,6 +94,19 @@ async def until_idle(engine: Engine) -> None:
 async def until_queued(engine: Engine, n: int) -> None:
     """Wait until `n` requests wait for a slot."""
     await until(lambda: engine.stats().queued == n)
+
+
+async def side_by_side(calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Call all at once; their results, in the order of the calls."""
+    results: dict[int, T] = {}
+
+    async def run(n: int, call: Callable[[], Awaitable[T]]) -> None:
+        results[n] = await call()
+
+    async with trio.open_nursery() as nursery:
+        for n, call in enumerate(calls):
+            nursery.start_soon(run, n, call)
+    return [results[n] for n in range(len(results))]
 
 
 async def read_all(stream: TokenStream) -> list[str]:

@@ -2,13 +2,14 @@
 `RemoteEngine` with either behind its socket.  What is here holds for all of them, word for
 word; a program that takes one takes any.
 
-The streams of engines are in `test_streams`, what replies can be made to be in
+The streams and events of engines are in `test_streams`, what replies can be made to be in
 `test_results`, a model that makes sense in `test_real_model`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import attrs
@@ -33,22 +34,26 @@ from llamad_trio import (
     Request,
     UnsupportedFeature,
 )
-from llamad_trio.core.engine_events import (
-    EngineStopped,
-    Lagged,
-    RequestFailed,
-    RequestFinished,
-    StepDone,
-)
 from tests.conformance.engines import FAILURE, N_CTX
-from tests.support import ENDLESS, until, until_idle, until_queued
+from tests.support import ENDLESS, side_by_side, until, until_idle, until_queued
 
 if TYPE_CHECKING:
-    from llamad_trio.core.engine_events import EngineEvent
-    from llamad_trio.system.nursery import TaskStatus
     from tests.conformance.engines import Opener, Pair
 
 CAT = Request("the cat", max_tokens=16, temperature=0)
+
+Question = Callable[[EngineLike], Coroutine[Any, Any, object]]
+
+QUESTIONS: list[Question] = [
+    lambda engine: engine.complete(CAT),
+    lambda engine: engine.complete_text(CAT),
+    lambda engine: engine.render("x"),
+    lambda engine: engine.count_tokens("x"),
+    lambda engine: engine.tokenize("x"),
+    lambda engine: engine.detokenize([97]),
+    lambda engine: engine.score("x", ["y"]),
+    lambda engine: engine.choose("x", ["y"]),
+]
 
 
 def without_times(done: Completion) -> Completion:
@@ -127,9 +132,7 @@ async def test_complete_text_is_the_text_of_the_completion(pair: Pair) -> None:
         == (await pair.engine.complete(CAT)).text
         == await pair.engine.complete_text("the cat", max_tokens=16, temperature=0)
     )
-
-
-async def test_fields_override_those_of_the_request(pair: Pair) -> None:
+    # What is given beside a request overrides that.
     assert (await pair.engine.complete(CAT, max_tokens=3)).generated_tokens == 3
     assert CAT.max_tokens == 16
 
@@ -219,16 +222,10 @@ async def test_many_requests_at_once_have_each_their_own_text(pair: Pair) -> Non
         attrs.evolve(CAT, prompt=f"the cat {n}", temperature=1.5, seed=n, max_tokens=8 + n)
         for n in range(12)
     ]
-    texts: dict[int, str] = {}
-
-    async def complete(n: int) -> None:
-        texts[n] = await pair.engine.complete_text(asked[n])
-
-    async with trio.open_nursery() as nursery:
-        for n in range(len(asked)):
-            nursery.start_soon(complete, n)
-    assert texts == {n: await pair.engine.complete_text(asked[n]) for n in range(len(asked))}
+    texts = await side_by_side(partial(pair.engine.complete_text, request) for request in asked)
+    assert texts == [await pair.engine.complete_text(request) for request in asked]
     await until_idle(pair.behind)
+    assert pair.behind.stats().requests == {"completed": 24, "failed": 0, "cancelled": 0}
 
 
 # -- text and tokens ------------------------------------------------------------------------
@@ -245,24 +242,16 @@ async def test_text_comes_back_from_its_tokens(pair: Pair, text: str) -> None:
     assert await pair.engine.detokenize(tuple(tokens)) == text
 
 
-async def test_any_sequence_of_tokens_is_taken(pair: Pair) -> None:
-    tokens = range(97, 105)
-    assert await pair.engine.detokenize(tokens) == await pair.behind.detokenize(list(tokens))
-    assert await pair.engine.count_tokens(Request(tokens)) == 8
-
-
-async def test_special_tokens_are_text_unless_they_are_asked_for(pair: Pair) -> None:
-    for special in (False, True):
-        assert await pair.engine.tokenize("<|im_end|>", special=special) == (
-            await pair.behind.tokenize("<|im_end|>", special=special)
-        )
-
-
-async def test_a_long_text_is_counted(pair: Pair) -> None:
-    text = "the cat and " * 500
-    assert await pair.engine.count_tokens(text, raw=True) == (
-        await pair.behind.count_tokens(text, raw=True)
-    )
+async def test_questions_are_answered_as_by_the_engine_behind(pair: Pair) -> None:
+    questions: list[Question] = [
+        lambda engine: engine.tokenize("<|im_end|>"),
+        lambda engine: engine.tokenize("<|im_end|>", special=True),
+        lambda engine: engine.detokenize(range(97, 105)),
+        lambda engine: engine.count_tokens(Request(range(97, 105))),
+        lambda engine: engine.count_tokens("the cat and " * 500, raw=True),
+    ]
+    for question in questions:
+        assert await question(pair.engine) == await question(pair.behind)
 
 
 async def test_questions_are_answered_while_all_slots_are_busy(opener: Opener) -> None:
@@ -304,84 +293,6 @@ async def test_stats_tell_of_a_request_when_it_has_ended(pair: Pair) -> None:
     assert {type(value) for value in stats.slots.values()} == {int}
 
 
-# -- events ---------------------------------------------------------------------------------
-
-
-async def test_events_tell_of_a_request_from_its_beginning_to_its_end(pair: Pair) -> None:
-    async with pair.engine.events() as events:
-        began = trio.current_time()
-        done = await pair.engine.complete(CAT)
-        ended = trio.current_time()
-        seen = [await events.receive()]
-        while not isinstance(seen[-1], RequestFinished):
-            seen.append(await events.receive())
-    names = [type(event).__name__ for event in seen if not isinstance(event, StepDone)]
-    assert names == ["RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"]
-    finished = seen[-1]
-    assert isinstance(finished, RequestFinished)
-    assert (finished.prompt_tokens, finished.generated_tokens, finished.finish_reason) == (
-        done.prompt_tokens,
-        done.generated_tokens,
-        done.finish_reason,
-    )
-    assert finished.ttft_s == done.ttft_s
-    assert began <= seen[0].time <= finished.time <= ended
-    assert [event.time for event in seen] == sorted(event.time for event in seen)
-    with pytest.raises(trio.ClosedResourceError):
-        await events.receive()
-
-
-async def test_events_tell_of_failures_with_their_error(pair: Pair) -> None:
-    async with pair.engine.events() as events:
-        pair.fail_next_step()
-        with pytest.raises(InferenceError):
-            await pair.engine.complete(CAT)
-        async for event in events:
-            if isinstance(event, RequestFailed):
-                assert told(event.error) == told(InferenceError(FAILURE))
-                break
-
-
-async def test_a_reader_of_events_that_lags_is_told_how_many_it_lost(pair: Pair) -> None:
-    async with pair.engine.events(max_events=2) as slow:
-        for _ in range(15):
-            await pair.engine.complete(CAT)
-        n_lost, last = 0, 0
-        async for event in slow:
-            match event:
-                case Lagged():
-                    n_lost += event.n_lost
-                case RequestFinished():
-                    last = event.request_id
-            if last == 15:
-                break
-        assert n_lost > 0 or isinstance(pair.engine, RemoteEngine)  # its socket holds many
-    for wrong in (0, 1.5, "many"):
-        with pytest.raises(ValueError, match="max_events"):
-            async with pair.engine.events(max_events=wrong):  # type: ignore[arg-type]
-                pass
-
-
-async def test_events_end_with_the_engine(opener: Opener) -> None:
-    seen: list[EngineEvent] = []
-
-    async def read(engine: EngineLike, *, task_status: TaskStatus[None]) -> None:
-        async with engine.events() as events:
-            task_status.started(None)
-            try:
-                while True:
-                    seen.append(await events.receive())
-            except trio.EndOfChannel:
-                assert isinstance(seen[-1], EngineStopped)
-            except EngineClosed:  # the daemon's last words
-                assert isinstance(engine, RemoteEngine)
-
-    async with trio.open_nursery() as nursery, opener() as pair:
-        await nursery.start(read, pair.engine)
-        await pair.engine.complete(CAT)
-        await until(lambda: any(isinstance(event, RequestFinished) for event in seen))
-
-
 # -- cancelling -----------------------------------------------------------------------------
 
 
@@ -407,10 +318,16 @@ async def test_a_completion_is_cancelled_while_it_waits(opener: Opener) -> None:
         assert pair.behind.stats().requests == {"completed": 0, "failed": 0, "cancelled": 2}
 
 
-async def test_a_completion_is_cancelled_while_its_prompt_is_read(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("state", "asked"),
+    [("prefill", Request([97] * 7000)), ("decode", attrs.evolve(CAT, max_tokens=ENDLESS))],
+    ids=["prefill", "decode"],
+)
+async def test_a_completion_is_cancelled_while_it_is_computed(
+    pair: Pair, state: str, asked: Request
+) -> None:
     await cancel_when(
-        lambda: pair.behind.stats().slots["prefill"] == 1,
-        lambda: pair.engine.complete(Request([97] * 7000)),
+        lambda: pair.behind.stats().slots[state] == 1, lambda: pair.engine.complete(asked)
     )
     await until_idle(pair.behind)
     assert pair.behind.stats().prefill_tokens < 7000
@@ -418,40 +335,15 @@ async def test_a_completion_is_cancelled_while_its_prompt_is_read(pair: Pair) ->
     assert (await pair.engine.complete(CAT)).generated_tokens == 16
 
 
-async def test_a_completion_is_cancelled_while_it_is_generated(pair: Pair) -> None:
-    await cancel_when(
-        lambda: pair.behind.stats().decode_tokens > 2,
-        lambda: pair.engine.complete(CAT, max_tokens=ENDLESS),
-    )
-    await until_idle(pair.behind)
-    assert pair.behind.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
-    assert (await pair.engine.complete(CAT)).generated_tokens == 16
-
-
-async def test_a_completion_in_a_cancelled_scope_is_not_computed(pair: Pair) -> None:
-    with trio.CancelScope() as scope:
-        scope.cancel()
-        await pair.engine.complete(CAT)
-    assert scope.cancelled_caught
-    await until_idle(pair.behind)
-    assert pair.behind.stats().steps == 0
-
-
-async def test_questions_can_be_cancelled(pair: Pair) -> None:
-    questions: list[Callable[[], Coroutine[Any, Any, object]]] = [
-        lambda: pair.engine.render("x"),
-        lambda: pair.engine.count_tokens("x"),
-        lambda: pair.engine.tokenize("x"),
-        lambda: pair.engine.detokenize([97]),
-        lambda: pair.engine.score("x", ["y"]),
-        lambda: pair.engine.choose("x", ["y"]),
-    ]
-    for question in questions:
+async def test_nothing_is_computed_in_a_cancelled_scope(pair: Pair) -> None:
+    for question in QUESTIONS:
         with trio.CancelScope() as scope:
             scope.cancel()
-            await question()
+            await question(pair.engine)
         assert scope.cancelled_caught
     await until_idle(pair.behind)
+    assert pair.behind.stats().steps == 0
+    assert await pair.engine.detokenize(await pair.engine.tokenize("a hat")) == "a hat"
 
 
 # -- errors ---------------------------------------------------------------------------------
@@ -495,9 +387,6 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"into": int, "regex": "5"},
     {"into": int, "json_schema": {}},
 ]
-
-
-Question = Callable[[EngineLike], Coroutine[Any, Any, object]]
 
 
 def completing(request: Any, **fields: Any) -> Question:
@@ -556,40 +445,35 @@ async def test_a_bad_prompt_is_a_protocol_error(pair: Pair) -> None:
             assert isinstance(error, ProtocolError) or (prompt == [] and error is None), prompt
 
 
-BAD_QUESTIONS: list[Callable[[Any], Coroutine[Any, Any, object]]] = [
-    lambda engine: engine.tokenize(5),
-    lambda engine: engine.tokenize(None),
-    lambda engine: engine.tokenize(b"x"),
-    lambda engine: engine.tokenize([1]),
-    lambda engine: engine.tokenize("a\0b"),
-    lambda engine: engine.tokenize("\udfff"),
-    lambda engine: engine.detokenize("abc"),
-    lambda engine: engine.detokenize(b"abc"),
-    lambda engine: engine.detokenize(5),
-    lambda engine: engine.detokenize(None),
-    lambda engine: engine.detokenize(["a"]),
-    lambda engine: engine.detokenize([True]),
-    lambda engine: engine.detokenize([-1]),
-    lambda engine: engine.detokenize([10**30]),
-    lambda engine: engine.score("x", "abc"),
-    lambda engine: engine.score("x", 5),
-    lambda engine: engine.score("x", [5]),
-    lambda engine: engine.score("x", [b"a"]),
-    lambda engine: engine.score("x", ["\ud800"]),
-    lambda engine: engine.choose("x", []),
-    lambda engine: engine.choose("x", ["a", "a"]),
-    lambda engine: engine.choose("x", [""]),
-    lambda engine: engine.choose("x", [object()]),
-    lambda engine: engine.choose("x", None),
-    lambda engine: engine.render("x", nonsense=1),
-    lambda engine: engine.score("x", ["a"], nonsense=1),
-]
+BAD_QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
+    "tokenize": [(5,), (None,), (b"x",), ([1],), ("a\0b",), ("\udfff",)],
+    "detokenize": [("abc",), (b"abc",), (5,), (None,), (["a"],), ([True],), ([-1],), ([10**30],)],
+    "score": [
+        ("x", texts) for texts in ("abc", b"abc", 5, None, [5], [b"a"], ["a\0b"], ["\ud800"])
+    ],
+    "choose": [
+        ("x", texts) for texts in ("abc", None, [object()], [], [""], ["a", ""], ["a", "a"])
+    ],
+}
 
 
 async def test_a_bad_question_is_a_protocol_error(pair: Pair) -> None:
-    for n, question in enumerate(BAD_QUESTIONS):
+    questions: list[Question] = [
+        lambda engine: engine.render("x", nonsense=1),
+        lambda engine: engine.count_tokens("x", nonsense=1),
+        lambda engine: engine.score("x", ["a"], nonsense=1),
+        lambda engine: engine.detokenize([5, engine.info.n_vocab]),
+        lambda engine: engine.complete([1, engine.info.n_vocab]),  # type: ignore[arg-type]
+    ]
+    for name, calls in BAD_QUESTIONS.items():
+        questions += [
+            lambda engine, name=name, call=call: getattr(engine, name)(*call)  # type: ignore[misc]
+            for call in calls
+        ]
+    for n, question in enumerate(questions):
         for engine in (pair.engine, pair.behind):
             assert isinstance(await error_of(question, engine), ProtocolError), n
+    assert pair.behind.stats().steps == 0
 
 
 async def test_a_request_to_stream_is_checked_as_it_is_entered(pair: Pair) -> None:
@@ -609,6 +493,8 @@ async def test_a_prompt_that_is_too_long_is_told_with_its_length(pair: Pair) -> 
     for text in ("the cat " * 4000, "x" * 200_000):
         error = await check_same_error(pair, completing(text))
         assert isinstance(error, PromptTooLong)
+    assert pair.behind.stats().steps == 0
+    assert pair.behind.stats().requests == {"completed": 0, "failed": 6, "cancelled": 0}
 
 
 async def test_what_the_template_cannot_do_is_an_unsupported_feature(opener: Opener) -> None:
@@ -668,21 +554,14 @@ async def test_after_its_block_an_engine_is_closed(opener: Opener) -> None:
         assert at_first
         await engine.complete(CAT)
     assert not engine.is_open
-    questions: list[Callable[[], Coroutine[Any, Any, object]]] = [
-        lambda: engine.complete(CAT),
-        lambda: engine.complete_text(CAT),
-        lambda: engine.render("x"),
-        lambda: engine.count_tokens("x"),
-        lambda: engine.tokenize("x"),
-        lambda: engine.detokenize([97]),
-        lambda: engine.score("x", ["y"]),
-        lambda: engine.choose("x", ["y"]),
-        lambda: engine.stream(CAT).__aenter__(),
-        lambda: engine.stream_events(CAT).__aenter__(),
+    questions: list[Question] = [
+        *QUESTIONS,
+        lambda engine: engine.stream(CAT).__aenter__(),
+        lambda engine: engine.stream_events(CAT).__aenter__(),
     ]
     for question in questions:
         with pytest.raises(EngineClosed):
-            await question()
+            await question(engine)
     # What was known is still known.
     assert engine.info.n_vocab > 0
     assert engine.config.n_ctx == N_CTX
