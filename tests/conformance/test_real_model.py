@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import attrs
 
 from llamad_trio import Request
 from tests.engine.test_events import all_of, check
-from tests.support import ENDLESS, SURE_PROMPTS, count_pieces, until_idle
+from tests.support import ENDLESS, SURE_PROMPTS, count_pieces, side_by_side, until_idle
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Pair
@@ -54,3 +55,11 @@ async def test_a_stream_that_is_left_frees_its_slot(real: Pair) -> None:
     await until_idle(real.behind)
     assert real.behind.stats().requests["cancelled"] == 1
     assert await real.engine.complete_text(FOX) == " dog"
+
+
+async def test_texts_do_not_mix(real: Pair) -> None:
+    asked = [attrs.evolve(COUNTING, prompt=prompt, max_tokens=6) for prompt in SURE_PROMPTS]
+    alone = [await real.engine.complete_text(request) for request in asked]
+    together = await side_by_side(partial(real.engine.complete_text, request) for request in asked)
+    assert together == alone
+    assert together[1].startswith(" 19, 2")

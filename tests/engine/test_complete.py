@@ -1,4 +1,5 @@
-"""A request has one outcome, and it is the one that was asked for."""
+"""A request has one outcome, and it is the one that was asked for; a stream of it comes in whole
+characters, at its reader's pace.  What holds for every engine is in `tests.conformance`."""
 
 from __future__ import annotations
 
@@ -9,38 +10,25 @@ import llama_cpp
 import pytest
 import trio
 
-from llamad_trio import Message, PromptTooLong, Request, open_engine
+from llamad_trio import PromptTooLong, Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.support import (
     ENDLESS,
+    EXACT,
     ONE_THREAD,
     SURE_PROMPTS,
     held_steps,
+    read_all,
+    side_by_side,
     until,
-    until_idle,
     until_queued,
 )
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llamad_trio import Completion, Engine
+    from llamad_trio import Engine
     from tests.models import TinyModels
-
-COUNTING = Request(
-    "Write the numbers from 1 to 10, separated by commas.", max_tokens=16, temperature=0
-)
-
-
-async def test_a_completion_reports_what_was_done(engine: Engine) -> None:
-    done = await engine.complete(COUNTING)
-    assert done.text.startswith("1, 2, 3, 4, 5")
-    assert done.prompt_tokens == await engine.count_tokens(COUNTING)
-    assert done.generated_tokens == len(await engine.tokenize(done.text)) == 16
-    assert done.finish_reason == "length"
-    assert done.stop_sequence is None
-    assert done.cached_tokens == 0
-    assert 0 < done.ttft_s <= done.duration_s
 
 
 async def test_the_text_is_what_llama_cpp_says_by_itself(
@@ -61,20 +49,6 @@ async def test_the_text_is_what_llama_cpp_says_by_itself(
     finally:
         alone.close()
     assert await engine.complete_text(asked) == reference["choices"][0]["text"]
-
-
-async def test_complete_text_is_the_text_of_the_completion(tiny: Engine) -> None:
-    assert (
-        await tiny.complete_text(COUNTING)
-        == (await tiny.complete(COUNTING)).text
-        == await tiny.complete_text(str(COUNTING.prompt), max_tokens=16, temperature=0)
-    )
-
-
-async def test_fields_override_those_of_the_request(tiny: Engine) -> None:
-    done = await tiny.complete(COUNTING, max_tokens=3)
-    assert done.generated_tokens == 3
-    assert COUNTING.max_tokens == 16
 
 
 async def test_a_text_that_ends_by_itself_has_stopped(engine: Engine) -> None:
@@ -108,53 +82,41 @@ async def test_a_model_with_a_huge_vocabulary_and_a_sliding_window_answers(
 # -- prompts --------------------------------------------------------------------------------
 
 
-async def test_system_and_history_are_part_of_the_prompt(engine: Engine) -> None:
-    asked = Request("And then?", history=[Message("user", "One"), Message("assistant", "Two")])
-    plain = await engine.render(attrs.evolve(asked, history=()))
-    with_history = await engine.render(asked)
-    with_system = await engine.render(asked, system="You are a pirate.")
-    turns = ["<|im_start|>user\nOne", "<|im_start|>assistant\nTwo", "<|im_start|>user\nAnd then?"]
-    places = [with_history.find(turn) for turn in turns]
-    assert -1 < places[0] < places[1] < places[2]
-    assert "One" not in plain
-    assert "<|im_start|>system\nYou are a pirate." in with_system
-    assert (await engine.complete(asked, max_tokens=1)).prompt_tokens > (
-        await engine.complete("And then?", max_tokens=1)
-    ).prompt_tokens
-
-
-async def test_a_raw_prompt_and_one_of_tokens_are_used_as_they_are(engine: Engine) -> None:
-    text = "The quick brown fox jumps over the lazy"
-    tokens = await engine.tokenize(text)
-    for asked in (Request(text, raw=True), Request(tokens)):
-        done = await engine.complete(asked, max_tokens=1, temperature=0)
-        assert done.prompt_tokens == len(tokens)
-        assert done.text == " dog"
-
-
-async def test_any_script_goes_in_whole(engine: Engine) -> None:
-    for text in ("naïve café", "猫と犬", "👩\u200d👩\u200d👧 🎉", "\u0645\u0631\u062d\u0628\u0627"):
+async def test_any_text_goes_in_whole(engine: Engine) -> None:
+    texts = (
+        "the cat",
+        " two  spaces ",
+        "naïve café",
+        "猫と犬",
+        "👩\u200d👩\u200d👧 🎉",
+        "مرحبا",
+        "a\n\tb",
+    )
+    for text in texts:
         tokens = await engine.tokenize(text)
         assert await engine.detokenize(tokens) == text
-        assert text in await engine.render(text)
+        assert text.strip() in await engine.render(text)
         done = await engine.complete(text, raw=True, max_tokens=1)
         assert (done.prompt_tokens, done.generated_tokens) == (len(tokens), 1)
+
+
+async def test_control_tokens_are_text_unless_they_are_asked_for(engine: Engine) -> None:
+    plain = await engine.tokenize("<|im_end|>")
+    (marker,) = await engine.tokenize("<|im_end|>", special=True)
+    assert len(plain) > 1
+    assert marker not in plain
+    assert await engine.detokenize(plain) == await engine.detokenize([marker]) == "<|im_end|>"
 
 
 # -- limits ---------------------------------------------------------------------------------
 
 
 async def test_a_reply_is_capped_by_what_fits_beside_its_prompt(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=96) as engine:
-        done = await engine.complete("the cat", max_tokens=ENDLESS)
-        assert done.finish_reason == "length"
-        assert done.prompt_tokens + done.generated_tokens == 96
-
-
-async def test_the_longest_prompt_that_fits_gets_one_token(tiny_path: Path) -> None:
     async with open_engine(tiny_path, ONE_THREAD, n_ctx=64) as engine:
-        done = await engine.complete(Request([7] * 63))
-        assert (done.prompt_tokens, done.generated_tokens) == (63, 1)
+        for n_prompt in (1, 40, 63):
+            done = await engine.complete(Request([7] * n_prompt), max_tokens=ENDLESS)
+            assert (done.prompt_tokens, done.generated_tokens) == (n_prompt, 64 - n_prompt)
+            assert done.finish_reason == "length"
         with pytest.raises(PromptTooLong) as error:
             await engine.complete(Request([7] * 64))
         assert (error.value.tokens, error.value.budget) == (64, 63)
@@ -173,20 +135,6 @@ async def test_a_prompt_beyond_what_the_model_was_trained_for_is_too_long(
         assert done.prompt_tokens == 512
 
 
-async def test_a_prompt_that_is_too_long_costs_nobody_else_anything(tiny: Engine) -> None:
-    async def ask_too_much() -> None:
-        with pytest.raises(PromptTooLong) as error:
-            await tiny.complete("word " * 10_000)
-        assert error.value.tokens > error.value.budget == 8191
-
-    asked = Request("the cat", max_tokens=16, temperature=0)
-    alone = await tiny.complete_text(asked)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask_too_much)
-        assert await tiny.complete_text(asked) == alone
-    assert tiny.stats().requests == {"completed": 2, "failed": 1, "cancelled": 0}
-
-
 async def test_a_megabyte_is_refused_without_being_tokenised(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,29 +147,19 @@ async def test_a_megabyte_is_refused_without_being_tokenised(
             with pytest.raises(PromptTooLong) as error:
                 await tiny.complete("a" * 1_000_000, raw=raw)
             assert error.value.tokens > error.value.budget == 8191
-    assert (await tiny.complete(COUNTING)).finish_reason == "length"
 
 
 # -- seeds ----------------------------------------------------------------------------------
 
 
 async def test_a_seed_fixes_the_text_and_other_seeds_give_others(tiny: Engine) -> None:
-    asked = Request("the cat", max_tokens=16, temperature=1.0)
-    texts = [await tiny.complete_text(asked, seed=seed) for seed in (0, 1, 2, 0)]
-    assert texts[0] == texts[3]
+    asked = Request("the cat", max_tokens=32, temperature=1.0)
+    seeds = [0, 1, 2, 2**32 - 1]  # the last is random to llama.cpp
+    texts = [await tiny.complete_text(asked, seed=seed) for seed in seeds]
+    assert texts == [await tiny.complete_text(asked, seed=seed) for seed in seeds]
     assert len(set(texts)) > 1
-
-
-async def test_without_a_seed_every_request_draws_its_own(tiny: Engine) -> None:
-    asked = Request("the cat", max_tokens=16, temperature=1.0)
+    # Without one, every request draws its own.
     assert len({await tiny.complete_text(asked) for _ in range(4)}) > 1
-
-
-async def test_every_seed_repeats_even_the_one_that_llama_cpp_takes_for_random(
-    tiny: Engine,
-) -> None:
-    asked = Request("the cat", max_tokens=32, temperature=1.0, seed=2**32 - 1)
-    assert len({await tiny.complete_text(asked) for _ in range(3)}) == 1
 
 
 async def test_greedy_ignores_the_seed_and_all_other_sampling_fields(tiny: Engine) -> None:
@@ -241,61 +179,7 @@ async def test_penalties_keep_a_text_from_repeating_itself(tiny: Engine) -> None
     assert len(set(penalised)) > len(set(free))
 
 
-# -- stop sequences -------------------------------------------------------------------------
-
-
-async def test_a_stop_sequence_ends_the_text_and_is_no_part_of_it(engine: Engine) -> None:
-    asked = attrs.evolve(COUNTING, max_tokens=8)
-    done = await engine.complete(asked, stop=["3", "9"])
-    assert done.text == "1, 2, "
-    assert (done.finish_reason, done.stop_sequence) == ("stop", "3")
-    assert done.generated_tokens < 8
-    # It may span tokens.
-    done = await engine.complete(asked, stop=[", 2, 3"])
-    assert done.text == "1"
-    assert done.stop_sequence == ", 2, 3"
-    # One that never comes changes nothing.
-    without = await engine.complete(asked)
-    done = await engine.complete(asked, stop=["", "never said", without.text + "!"])
-    assert (done.text, done.finish_reason) == (without.text, "length")
-    assert done.stop_sequence is None
-
-
 # -- many at once ---------------------------------------------------------------------------
-
-
-async def complete_all(engine: Engine, requests: list[Request]) -> list[Completion]:
-    """All at once, in the order of the requests."""
-    done: dict[int, Completion] = {}
-
-    async def complete(i: int) -> None:
-        done[i] = await engine.complete(requests[i])
-
-    async with trio.open_nursery() as nursery:
-        for i in range(len(requests)):
-            nursery.start_soon(complete, i)
-    return [done[i] for i in range(len(requests))]
-
-
-async def test_twenty_requests_on_four_slots_all_complete(tiny: Engine) -> None:
-    requests = [
-        Request(f"Number {n} is followed by", raw=True, max_tokens=1 + n % 4, temperature=0)
-        for n in range(20)
-    ]
-    done = await complete_all(tiny, requests)
-    assert [d.prompt_tokens for d in done] == [await tiny.count_tokens(r) for r in requests]
-    assert [d.generated_tokens for d in done] == [1 + n % 4 for n in range(20)]
-    await until_idle(tiny)
-    assert tiny.stats().requests == {"completed": 20, "failed": 0, "cancelled": 0}
-
-
-async def test_texts_do_not_mix(engine: Engine) -> None:
-    requests = [Request(p, raw=True, max_tokens=6, temperature=0) for p in SURE_PROMPTS]
-    alone = [await engine.complete_text(request) for request in requests]
-    together = [done.text for done in await complete_all(engine, requests)]
-    assert together == alone
-    assert together[0].startswith(" 9, 10")
-    assert together[1].startswith(" 19, 2")
 
 
 async def test_one_slot_serves_in_the_order_of_arrival(
@@ -316,3 +200,62 @@ async def test_one_slot_serves_in_the_order_of_arrival(
                     await until_queued(engine, i)
                 steps.let_go()
     assert finished == [0, 1, 2, 3, 4]
+
+
+# -- streams -------------------------------------------------------------------------------
+
+COUNTING = Request(SURE_PROMPTS[0], raw=True, max_tokens=16, temperature=0)
+EMOJI = Request("🎉🐈👍🎉🐈👍🎉🐈👍🎉🐈👍", raw=True, max_tokens=18, temperature=0)
+
+
+async def test_pieces_are_whole_characters(engine: Engine) -> None:
+    # A token of this vocabulary is a part of an emoji: bytes that are no text by themselves.
+    done = await engine.complete(EMOJI)
+    async with engine.stream(EMOJI) as tokens:
+        pieces = await read_all(tokens)
+    assert "🐈" in pieces
+    assert len(pieces) < done.generated_tokens
+    # Only a text that is cut off can end in half a character, which is then told as such.
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces[:-1])
+    assert "".join(pieces) == done.text
+
+
+async def test_what_looked_like_a_stop_sequence_is_given_back_at_the_end(engine: Engine) -> None:
+    async with engine.stream(COUNTING, max_tokens=8, stop=["10, 99"]) as tokens:
+        pieces = await read_all(tokens)
+    assert "".join(pieces) == await engine.complete_text(COUNTING, max_tokens=8) == " 9, 10, "
+
+
+async def test_all_slots_paused_wait_without_computing_until_one_is_read(tiny: Engine) -> None:
+    asked = Request("the cat", max_tokens=100, temperature=0)
+    go = trio.Event()
+
+    async def read_late() -> str:
+        async with tiny.stream(asked) as tokens:
+            await go.wait()
+            return (await tokens.result()).text
+
+    async def look_and_let_go() -> str:
+        await until(lambda: tiny.stats().slots["paused"] == 4)
+        steps = tiny.stats().steps
+        for _ in range(100):
+            await trio.lowlevel.checkpoint()
+        assert tiny.stats().steps == steps
+        go.set()
+        return await tiny.complete_text(asked)
+
+    assert len(set(await side_by_side([*[read_late] * 4, look_and_let_go]))) == 1
+
+
+async def test_a_reader_that_pauses_lets_those_who_wait_have_its_room(tiny_path: Path) -> None:
+    async with open_engine(tiny_path, EXACT, n_ctx=256, n_slots=1) as engine:
+        asked = Request("the cat", max_tokens=150, temperature=0)
+        text = await engine.complete_text(asked)
+        async with engine.stream(asked) as slow:
+            await until(lambda: engine.stats().slots["paused"] == 1)
+            # There is one slot only.
+            other = await engine.complete("a hat", max_tokens=30)
+            assert other.generated_tokens == 30
+            assert engine.stats().preemptions == 1
+            assert (await slow.result()).text == text
+        assert slow.text == text
