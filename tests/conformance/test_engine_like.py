@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import attrs
+import msgspec
 import pytest
 import trio
 
@@ -32,6 +33,7 @@ from llamad_trio import (
     ProtocolError,
     RemoteEngine,
     Request,
+    Tool,
     UnsupportedFeature,
 )
 from tests.conformance.engines import FAILURE, N_CTX
@@ -383,9 +385,16 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"tools": [lambda: 1]},
     {"tools": [pick], "tool_choice": "nothing"},
     {"tools": [pick, pick]},
+    {"tools": [pick], "tool_format": "morse"},
+    {"tools": [Tool("f", "", {"type": "array"})]},
+    {"tools": [Tool("f", "", {"properties": {"a": {"type": "no such type"}}})]},
+    {"tools": [pick], "json_schema": {"type": "integer"}},
+    {"tools": [pick], "regex": "a"},
+    {"tools": [pick], "raw": True},
     {"template_vars": {"x": object()}},
     {"raw": True, "system": "x"},
     {"into": bytes},
+    {"into": Annotated[int, msgspec.Meta(ge=5, le=4)]},
     {"into": int, "regex": "5"},
     {"into": int, "json_schema": {}},
 ]

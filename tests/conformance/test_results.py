@@ -104,10 +104,12 @@ class Found:
 async def test_a_type_asked_for_is_a_value_got(pair: Pair) -> None:
     done = await pair.engine.complete("an object", into=Found, max_tokens=100)
     assert_type(done, Completion[Found])
+    assert_type(done.value, Found)
     assert isinstance(done.value, Found)
     assert attrs.asdict(done.value) == json.loads(done.text)
     number = await pair.engine.complete("a number", into=Literal[42, 43])
     assert number.value in (42, 43)
+    assert_type(await pair.engine.complete("a number", max_tokens=1), Completion[Any])
 
 
 async def test_describe_tells_the_model_what_the_fields_mean(pair: Pair) -> None:
@@ -122,13 +124,17 @@ async def test_describe_tells_the_model_what_the_fields_mean(pair: Pair) -> None
 
 
 async def test_what_is_cut_off_is_told_with_its_text(pair: Pair) -> None:
+    asked = Request("an object", max_tokens=100, temperature=0)
+    whole = (await pair.engine.complete(asked, into=Found)).text
     for fields in ({"max_tokens": 4}, {"stop": ['"ok"']}):
         with pytest.raises(IncompleteOutput) as caught:
-            await pair.engine.complete("an object", into=Found, temperature=0, **fields)
-        assert caught.value.text.startswith("{")
+            await pair.engine.complete(asked, into=Found, **fields)
+        assert caught.value.text
+        assert whole.startswith(caught.value.text)
+        assert '"ok"' not in caught.value.text
     await until_idle(pair.behind)
     # The requests themselves were completed.
-    assert pair.behind.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
+    assert pair.behind.stats().requests == {"completed": 3, "failed": 0, "cancelled": 0}
 
 
 # -- numbers --------------------------------------------------------------------------------

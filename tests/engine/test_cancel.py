@@ -114,14 +114,6 @@ async def test_a_long_prompt_is_cancelled_while_it_is_tokenised(
     assert tiny.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
 
 
-async def test_what_a_cancelled_request_left_is_reused(engine: Engine) -> None:
-    async with engine.stream(COUNTING) as tokens:
-        await count_pieces(tokens, 2)
-    done = await engine.complete(COUNTING, max_tokens=8)
-    assert done.cached_tokens == done.prompt_tokens - 1
-    assert done.text.startswith(" 9, 10")
-
-
 async def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(
     tiny_path: Path,
 ) -> None:

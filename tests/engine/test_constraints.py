@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -11,8 +12,8 @@ import jsonschema
 import pytest
 import trio
 
-from llamad_trio import ProtocolError, Request, open_engine
-from tests.support import EXACT, ONE_THREAD, until_idle
+from llamad_trio import Request, open_engine
+from tests.support import EXACT, ONE_THREAD, count_pieces, side_by_side, until_idle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,37 +56,20 @@ def can_end_path(tiny_model: TinyModels) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_random_text_is_of_the_constraint(can_end_path: Path, kind: str) -> None:
     fields, matches = KINDS[kind]
-    finished = 0
     async with open_engine(can_end_path, ONE_THREAD, n_slots=8) as engine:
 
-        async def check(seed: int) -> None:
-            nonlocal finished
+        async def finishes(seed: int) -> bool:
             request = Request("x", raw=True, temperature=2.0, seed=seed, max_tokens=200)
             done = await engine.complete(request, **fields)
-            if done.finish_reason == "stop":
-                finished += 1
-                assert matches(done.text)
-                assert done.generated_tokens < 200
-                if kind == "json_schema":
-                    assert done.value == json.loads(done.text)
+            if done.finish_reason != "stop":
+                return False
+            assert matches(done.text)
+            assert done.generated_tokens < 200
+            assert done.value == (json.loads(done.text) if kind == "json_schema" else None)
+            return True
 
-        async with trio.open_nursery() as nursery:
-            for seed in range(24):
-                nursery.start_soon(check, seed)
-    assert finished >= 12
-
-
-async def test_a_real_model_writes_what_is_asked_for(engine: Engine) -> None:
-    fields: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 60}
-    person = await engine.complete("Describe a person.", json_schema=PERSON, **fields)
-    assert person.finish_reason == "stop"
-    assert is_person(person.text)
-    assert isinstance(person.value, dict)
-    date = await engine.complete("When?", regex=r"\d{4}-\d{2}-\d{2}", **fields)
-    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date.text)
-    answer = await engine.complete("Is water wet?", grammar='root ::= "yes" | "no"', **fields)
-    assert answer.text in {"yes", "no"}
-    assert answer.finish_reason == "stop"
+        finished = await side_by_side(partial(finishes, seed) for seed in range(24))
+    assert sum(finished) >= 12
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -94,19 +78,12 @@ async def test_forced_tokens_change_nothing_but_the_steps(
 ) -> None:
     """`logprobs` has every token computed on its own."""
     async with open_engine(can_end_path, EXACT, n_slots=1, kv_cache=False) as engine:
+        asked = Request("x", raw=True, temperature=temperature, max_tokens=120, json_schema=PERSON)
         for seed in range(8):
-            request = Request(
-                "x",
-                raw=True,
-                temperature=temperature,
-                seed=seed,
-                max_tokens=120,
-                json_schema=PERSON,
-            )
             before = engine.stats().steps
-            together = await engine.complete(request)
+            together = await engine.complete(asked, seed=seed)
             between = engine.stats().steps
-            one_by_one = await engine.complete(request, logprobs=0)
+            one_by_one = await engine.complete(asked, seed=seed, logprobs=0)
             after = engine.stats().steps
             assert together.text == one_by_one.text
             assert together.generated_tokens == one_by_one.generated_tokens
@@ -131,12 +108,6 @@ async def test_max_tokens_and_stop_sequences_cut_within_forced_text(tiny: Engine
     assert stopped.text == whole.text[: whole.text.index("nop")]
 
 
-async def test_what_is_cut_off_has_no_value(tiny: Engine) -> None:
-    cut = await tiny.complete("x", json_schema=PERSON, max_tokens=5, raw=True)
-    assert cut.finish_reason == "length"
-    assert cut.value is None
-
-
 async def test_streamed_pieces_are_the_text(tiny: Engine) -> None:
     request = Request("x", raw=True, json_schema=PERSON, temperature=1.0, seed=5, max_tokens=200)
     async with tiny.stream(request) as tokens:
@@ -153,17 +124,11 @@ async def test_requests_side_by_side_get_what_they_get_alone(can_end_path: Path)
         for fields in (*(fields for fields, _ in KINDS.values()), {}, {"grammar": SUM})
     ]
     async with open_engine(can_end_path, EXACT, n_slots=4) as engine:
-        alone = [(await engine.complete(request)).text for request in requests]
-    beside = [""] * len(requests)
+        alone = [await engine.complete_text(request) for request in requests]
     # A pool this small makes them preempt each other, too.
     async with open_engine(can_end_path, EXACT, n_slots=4, n_ctx=160) as engine:
-
-        async def run(i: int) -> None:
-            beside[i] = (await engine.complete(requests[i])).text
-
-        async with trio.open_nursery() as nursery:
-            for i in range(len(requests)):
-                nursery.start_soon(run, i)
+        beside = await side_by_side(partial(engine.complete_text, r) for r in requests)
+        assert engine.stats().preemptions > 0
         await until_idle(engine)
     assert beside == alone
 
@@ -172,45 +137,16 @@ async def test_a_cancelled_constraint_leaves_nothing_behind(tiny: Engine) -> Non
     free = Request("y", raw=True, temperature=0, max_tokens=80)
     alone = (await tiny.complete(free)).text
     endless = Request("x", raw=True, regex="(abcdefgh[ij])*", temperature=1.0, max_tokens=4000)
-    texts: list[str] = []
 
-    async def run_free() -> None:
-        texts.append((await tiny.complete(free)).text)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(run_free)
+    async def come_and_go() -> None:
         for n in range(1, 4):
             async with tiny.stream(endless) as tokens:
-                for _ in range(n):
-                    await tokens.receive()
-    assert texts == [alone]
+                await count_pieces(tokens, n)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(come_and_go)
+        assert await tiny.complete_text(free) == alone
     await until_idle(tiny)
-
-
-async def test_only_one_constraint_at_a_time(tiny: Engine) -> None:
-    for first, second in (("regex", "lark"), ("json_schema", "grammar")):
-        fields = {**KINDS[first][0], **KINDS[second][0]}
-        with pytest.raises(ProtocolError, match=f"only one of {first} and {second}|only one of"):
-            await tiny.complete("x", **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"regex": "("}, "regex"),
-        ({"lark": "start: nothing"}, "nothing"),
-        ({"grammar": "root ::= nothing"}, "nothing"),
-        ({"json_schema": {"type": "strange"}}, "type"),
-        ({"json_schema": {"type": "object", "uniqueItems": True, "not": {}}}, "json_schema"),
-    ],
-)
-async def test_what_does_not_compile_is_refused_before_any_step(
-    tiny: Engine, fields: dict[str, Any], reason: str
-) -> None:
-    steps = tiny.stats().steps
-    with pytest.raises(ProtocolError, match=reason):
-        await tiny.complete("x", raw=True, **fields)
-    assert tiny.stats().steps == steps
 
 
 async def test_a_prompt_of_tokens_can_be_constrained(tiny: Engine) -> None:
