@@ -16,10 +16,9 @@ from llamad_trio import (
     ToolCallDelta,
     ToolCallStart,
 )
-from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.chat.tools.mistral import Mistral
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from tests.chat.test_tool_formats import FORMATS, PLAIN
 from tests.engine.test_events import all_of, check
 
 if TYPE_CHECKING:
@@ -27,61 +26,7 @@ if TYPE_CHECKING:
 
     from llamad_trio import Completion
 
-# How the templates of four families are made, in a few lines each.
-HERMES = """\
-{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}</tools> Write <tool_call>
-{"name": <name>, "arguments": <arguments>}
-</tool_call>
-{% endif %}
-{%- for message in messages %}[{{ message.role }}] {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}
-{% endfor %}
-{%- if add_generation_prompt %}[assistant] {% endif %}"""
-
-LLAMA3 = """\
-{%- if tools is not none %}Respond with {"name": function name, "parameters": values}.
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}
-{%- for message in messages %}[{{ message.role }}]
-{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
-{{- '{"name": "' + call.name + '", "parameters": ' }}{{ call.arguments | tojson }}}
-{%- else %} {{ message.content }}{% endif %}
-{% endfor %}
-{%- if add_generation_prompt %}[assistant]{% endif %}"""
-
-MISTRAL = """\
-{%- for message in messages %}
-{%- if message.role == 'user' %}
-{%- if tools is not none and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}
-[INST]{{ message.content }}[/INST]
-{%- elif message.tool_calls is defined %}{{ message.content }}[TOOL_CALLS][
-{%- for call in message.tool_calls %}{% set out = call.function | tojson %}
-{{- out[:-1] }}, "id": "{{ call.id }}"}
-{%- if not loop.last %}, {% endif %}{% endfor %}]
-{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.tool_call_id }}: {{ message.content }}
-{%- else %}{{ message.content }}{% endif %}
-{%- endfor %}"""
-
-LFM2 = """\
-{%- if tools %}List of tools: <|tool_list_start|>[
-{%- for tool in tools %}{{ tool | tojson }}{% endfor %}]<|tool_list_end|>
-{% endif %}
-{%- for message in messages %}[{{ message.role }}] {{ message.content }}
-{% endfor %}
-{%- if add_generation_prompt %}[assistant] {% endif %}"""
-
-PLAIN = """\
-{%- for message in messages %}[{{ message.role }}] {{ message.content }}
-{% endfor %}
-{%- if add_generation_prompt %}[assistant] {% endif %}"""
-
-TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "lfm2": LFM2}
-SYNTAX: dict[str, ToolFormat] = {**TOOL_FORMATS, "mistral": Mistral("list")}
-every_family = pytest.mark.parametrize("family", TEMPLATES)
+every_family = pytest.mark.parametrize("family", FORMATS)
 
 
 def get_weather(city: str, days: int = 1) -> str:
@@ -107,7 +52,7 @@ NOON = ToolCall("ccccccccc", "get_time", {})
 
 def written(family: str, *calls: ToolCall) -> str:
     """Calls, as a model of the family writes them."""
-    return SYNTAX[family].write_calls(calls)
+    return FORMATS[family][0].write_calls(calls)
 
 
 def meant(calls: Any) -> list[tuple[str, dict[str, object]]]:
@@ -117,7 +62,7 @@ def meant(calls: Any) -> list[tuple[str, dict[str, object]]]:
 
 async def replied(family: str, reply: str, **fields: Any) -> Completion:
     """What comes of a scripted reply."""
-    model = ScriptedModel(reply, chat_template=TEMPLATES.get(family, PLAIN))
+    model = ScriptedModel(reply, chat_template=FORMATS[family][1])
     async with open_scripted_engine(model) as engine:
         return await engine.complete("How is it?", **{"tools": TOOLS, **fields})
 
@@ -179,7 +124,7 @@ async def test_text_is_an_answer_where_no_call_is_required(family: str) -> None:
         assert (done.text, done.tool_calls) == ("It is fine.", ())
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "lfm2"])
+@pytest.mark.parametrize("family", sorted(set(FORMATS) - {"llama3"}))
 async def test_text_may_come_before_calls_and_after_them(family: str) -> None:
     done = await replied(family, f"Let me look.\n{written(family, PARIS)}")
     assert done.text == "Let me look."
@@ -191,7 +136,7 @@ async def test_text_may_come_before_calls_and_after_them(family: str) -> None:
 
 @every_family
 async def test_with_tool_choice_none_the_model_is_told_of_no_tools(family: str) -> None:
-    async with open_scripted_engine(ScriptedModel("", chat_template=TEMPLATES[family])) as engine:
+    async with open_scripted_engine(ScriptedModel("", chat_template=FORMATS[family][1])) as engine:
         told = await engine.render("x", tools=TOOLS)
         assert "Tell the weather" in told
         assert "how far ahead" in told
@@ -231,7 +176,7 @@ async def test_the_calls_before_one_that_is_cut_off_are_whole(family: str) -> No
 @every_family
 async def test_calls_have_the_same_ids_in_events_and_completion(family: str) -> None:
     reply = written(family, PARIS, NOON)
-    model = ScriptedModel(reply, chat_template=TEMPLATES[family])
+    model = ScriptedModel(reply, chat_template=FORMATS[family][1])
     async with (
         open_scripted_engine(model) as engine,
         engine.stream_events("x", tools=TOOLS) as events,
@@ -259,7 +204,7 @@ def conversation(*calls: ToolCall) -> list[Message]:
 
 @every_family
 async def test_calls_and_results_are_shown_to_the_model(family: str) -> None:
-    model = ScriptedModel("It is fine.", chat_template=TEMPLATES[family])
+    model = ScriptedModel("It is fine.", chat_template=FORMATS[family][1])
     async with open_scripted_engine(model) as engine:
         request = Request(None, history=conversation(PARIS), tools=TOOLS)
         shown = await engine.render(request)
@@ -274,28 +219,14 @@ async def test_calls_and_results_are_shown_to_the_model(family: str) -> None:
         assert again.index("Paris") < again.index("It is fine.") < again.index("And now?")
 
 
-async def test_a_named_format_tells_a_plain_template_of_tools_in_text() -> None:
-    async with open_scripted_engine(ScriptedModel("ok", chat_template=PLAIN)) as engine:
-        for name, syntax in TOOL_FORMATS.items():
-            request = Request(
-                "Well?",
-                history=conversation(PARIS),
-                tools=TOOLS,
-                tool_format=name,
-                system="Be kind.",
-            )
-            shown = await engine.render(request)
-            assert shown.startswith("[system] Be kind.")
-            assert "Tell the weather" in shown
-            assert syntax.write_calls([PARIS]) in shown
-            assert "result of aaaaaaaaa" in shown
-            assert "[tool]" not in shown
-
-
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-async def test_a_named_format_is_the_one_that_is_read(name: str) -> None:
-    for template in (PLAIN, HERMES):
+async def test_a_named_format_is_the_one_that_is_told_and_read(name: str) -> None:
+    for template in (PLAIN, FORMATS["hermes"][1]):
         model = ScriptedModel(TOOL_FORMATS[name].write_calls([PARIS]), chat_template=template)
+        asked = Request(None, history=conversation(PARIS), tools=TOOLS, tool_format=name)
         async with open_scripted_engine(model) as engine:
-            done = await engine.complete("x", tools=TOOLS, tool_format=name)
+            shown = await engine.render(asked)
+            done = await engine.complete(asked)
+        for told in ("Tell the weather", "Paris", "result of aaaaaaaaa"):
+            assert told in shown
         assert meant(done.tool_calls) == meant([PARIS])
