@@ -14,7 +14,7 @@ from tests.engines import engine, kept_smollm2, smollm2_is_kept, tiny, tiny_path
 from tests.models import gemma3_path, smollm2_path, tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
 __all__ = [
@@ -36,18 +36,19 @@ settings.register_profile("default run", max_examples=25, deadline=None)
 settings.load_profile("default run")
 
 
-@pytest.fixture
-async def no_hang() -> AsyncIterator[None]:
-    """Ends a test that hangs; every asynchronous test of the real clock has it."""
+def run_without_hanging(
+    test: Callable[[], Awaitable[None]],
+    *,
+    clock: trio.abc.Clock | None,
+    instruments: Sequence[trio.abc.Instrument],
+) -> None:
+    """`trio.run` of a test with its fixtures, which ends one that hangs, on the real clock."""
 
-    async def watch() -> None:
-        await trio.sleep(HANG_S)
-        raise AssertionError(f"the test still runs after {HANG_S} s")
+    async def run() -> None:
+        with trio.fail_after(HANG_S):
+            await test()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
-        yield
-        nursery.cancel_scope.cancel()
+    trio.run(run if clock is None else test, clock=clock, instruments=instruments)
 
 
 @pytest.fixture
@@ -60,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or not inspect.iscoroutinefunction(item.obj):
             continue
-        if not {"autojump_clock", "mock_clock"} & set(item.fixturenames):
-            item.fixturenames.insert(0, "no_hang")
+        if item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.trio(run=run_without_hanging))
 
 
 def pytest_configure() -> None:

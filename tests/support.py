@@ -72,7 +72,7 @@ def must_not_run(what: str) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a thread will bring about.  The fixture `no_hang` ends a vain wait."""
+    """Wait for what a thread will bring about.  A vain wait ends with its test."""
     while not condition():  # noqa: ASYNC110  (there is no event to wait for)
         await trio.sleep(0.001)
 

@@ -399,7 +399,7 @@ async def test_the_end_does_not_wait_for_who_does_not_read(sock: Path) -> None:
     async with open_scripted_engine(says(LONG_TEXT), n_ctx=1_048_576) as engine:
         async with connected_later(sock) as later:
             async with open_plain_nursery() as nursery:
-                # Waiting for it would take longer than `no_hang` allows.
+                # Waiting for it would take longer than a test may take.
                 limits = Limits(stream_timeout_s=10 * HANG_S)
                 await nursery.start(partial(serve_unix, engine, sock, limits=limits))
                 await later.connect()
