@@ -360,6 +360,7 @@ async def test_events_tell_of_a_request_from_its_beginning_to_its_end(pair: Pair
     assert finished.ttft_s == done.ttft_s
     assert began <= seen[0].time <= finished.time <= ended
     assert [event.time for event in seen] == sorted(event.time for event in seen)
+    assert sum(event.duration_s for event in seen if isinstance(event, StepDone)) > 0
     with pytest.raises(trio.ClosedResourceError):
         await events.receive()
 

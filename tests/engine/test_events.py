@@ -142,12 +142,6 @@ async def events_of(
 # -- order and laws -------------------------------------------------------------------------
 
 
-async def test_a_plain_reply_is_text_and_an_end() -> None:
-    events, done = await events_of("Hello there.")
-    assert {type(event) for event in events} == {TextDelta, Done}
-    assert (done.text, done.reasoning, done.tool_calls) == ("Hello there.", None, ())
-
-
 async def test_reasoning_text_and_calls_come_in_the_order_of_the_reply() -> None:
     reply = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALLED}\nSo it is."
     events, done = await events_of(reply, tools=[look])
@@ -162,25 +156,19 @@ async def test_reasoning_text_and_calls_come_in_the_order_of_the_reply() -> None
     assert [call.arguments for call in done.tool_calls] == [call.arguments for call in CALLS]
 
 
-async def test_an_empty_reply_is_an_end() -> None:
-    events, done = await events_of("")
-    assert [type(event) for event in events] == [Done]
-    assert (done.text, done.generated_tokens) == ("", 1)
-
-
 async def test_arguments_come_while_they_are_written() -> None:
     events, _ = await events_of(CALLED, tools=[look])
     assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
 
 
-REPLIES = st.lists(
+SCRAPS = st.lists(
     st.sampled_from(["Hi ", "\n", " ", "a", "<", "<think", "</think>", "🐈", ">", "{}", "."]),
     max_size=6,
 ).map("".join)
 
 
 @settings(max_examples=25, deadline=None)
-@given(text=REPLIES, thought=st.none() | REPLIES, n=st.integers(0, 2), most=st.integers(1, 120))
+@given(text=SCRAPS, thought=st.none() | SCRAPS, n=st.integers(0, 2), most=st.integers(1, 120))
 async def test_the_laws_hold_for_any_reply_cut_anywhere(
     text: str, thought: str | None, n: int, most: int
 ) -> None:
@@ -208,28 +196,31 @@ async def test_a_call_that_is_cut_off_leaves_no_call_and_no_text() -> None:
 # -- reasoning ------------------------------------------------------------------------------
 
 
-async def test_a_model_that_opens_its_reasoning_itself_is_understood() -> None:
-    _, done = await events_of("<think>hm</think>yes")
-    assert (done.reasoning, done.text) == ("hm", "yes")
-    _, done = await events_of("yes, <think> is a tag")
-    assert (done.reasoning, done.text) == (None, "yes, <think> is a tag")
+REPLIES: list[tuple[str, str, str, str | None]] = [
+    # The template, a reply, and its text and reasoning.
+    (THINKS_ITSELF, "Hello there.", "Hello there.", None),
+    (THINKS_ITSELF, "", "", None),
+    (THINKS_ITSELF, "<think>hm</think>yes", "yes", "hm"),
+    (THINKS_ITSELF, "yes, <think> is a tag", "yes, <think> is a tag", None),
+    (IS_MADE_TO_THINK, "hm\n</think>\n\nyes", "yes", "hm"),
+    (IS_MADE_TO_THINK, "hm, well", "", "hm, well"),
+    (TAGLESS, "<think>hm</think>yes", "<think>hm</think>yes", None),
+]
 
 
-async def test_a_template_that_opens_the_reasoning_is_understood() -> None:
-    _, done = await events_of("hm\n</think>\n\nyes", template=IS_MADE_TO_THINK)
-    assert (done.reasoning, done.text) == ("hm", "yes")
+@pytest.mark.parametrize(("template", "reply", "text", "reasoning"), REPLIES)
+async def test_reasoning_is_told_apart_where_the_template_has_any(
+    template: str, reply: str, text: str, reasoning: str | None
+) -> None:
+    events, done = await events_of(reply, template=template)
+    assert (done.text, done.reasoning, done.tool_calls) == (text, reasoning, ())
+    kinds = [TextDelta] * bool(text) + [ReasoningDelta] * bool(reasoning) + [Done]
+    assert {type(event) for event in events} == set(kinds)
 
 
-async def test_a_model_that_only_thinks_says_nothing() -> None:
-    _, done = await events_of("hm, well", template=IS_MADE_TO_THINK)
-    assert (done.reasoning, done.text) == ("hm, well", "")
+async def test_reasoning_that_is_cut_off_leaves_no_text() -> None:
     _, done = await events_of("<think>hm, well", max_tokens=10)
     assert (done.reasoning, done.text, done.finish_reason) == ("hm,", "", "length")
-
-
-async def test_without_reasoning_in_the_template_its_tags_are_text() -> None:
-    _, done = await events_of("<think>hm</think>yes", template=TAGLESS)
-    assert (done.reasoning, done.text) == (None, "<think>hm</think>yes")
 
 
 async def test_a_stream_of_text_has_no_reasoning_and_no_calls() -> None:
@@ -257,19 +248,6 @@ async def test_a_variable_of_the_template_switches_thinking_off() -> None:
         assert (await engine.complete("x")).reasoning == "hm"
 
 
-RESERVED = ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "self"]
-
-
-@pytest.mark.parametrize("name", RESERVED)
-async def test_a_variable_cannot_take_the_place_of_the_conversation(name: str) -> None:
-    model = ScriptedModel("ok", chat_template=THINKS_ITSELF)
-    async with open_scripted_engine(model) as engine:
-        for ask in (engine.complete, engine.render, engine.count_tokens):
-            with pytest.raises(ProtocolError, match=name):
-                await ask("x", template_vars={name: "forged"})
-        assert await engine.complete_text("x", template_vars={"any other": "name"}) == "ok"
-
-
 async def test_reasoning_of_earlier_turns_is_shown_to_templates_that_want_it() -> None:
     model = ScriptedModel("ok", chat_template=THINKS_ITSELF)
     async with open_scripted_engine(model) as engine:
@@ -280,24 +258,23 @@ async def test_reasoning_of_earlier_turns_is_shown_to_templates_that_want_it() -
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-async def test_a_schema_is_about_what_follows_the_reasoning() -> None:
-    for reply in ("I think {\n</think>\n\n" + '{"a": 1}', '</think>{"a": 1}'):
-        _, done = await events_of(reply, template=IS_MADE_TO_THINK, json_schema=SCHEMA)
-        assert done.value == {"a": 1}
-        assert done.text == '{"a": 1}'
-    for reply in ('{"a": 1}', "hm</think>yes", 'hm</think>{"a": "b"}', "hm</think>"):
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"json_schema": {"type": "integer"}},
+    {"regex": "[0-9]+"},
+    {"lark": "start: /[0-9]+/"},
+    {"grammar": "root ::= [0-9]+"},
+]
+
+
+@pytest.mark.parametrize("fields", CONSTRAINTS, ids=lambda f: next(iter(f)))
+async def test_a_constraint_is_about_what_follows_the_reasoning(fields: dict[str, Any]) -> None:
+    for reply in ("one, { two\n</think>\n\n42", "</think>42"):
+        _, done = await events_of(reply, template=IS_MADE_TO_THINK, **fields)
+        assert done.text == "42"
+        assert done.value == (42 if "json_schema" in fields else None)
+    for reply in ("42", "hm</think>yes", "hm</think>"):
         with pytest.raises(InferenceError, match="constraint"):
-            await events_of(reply, template=IS_MADE_TO_THINK, json_schema=SCHEMA)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"regex": "[0-9]+"}, {"lark": "start: /[0-9]+/"}, {"grammar": "root ::= [0-9]+"}],
-    ids=lambda f: next(iter(f)),
-)
-async def test_any_constraint_is_about_what_follows_the_reasoning(fields: dict[str, Any]) -> None:
-    _, done = await events_of("one, two\n</think>\n\n42", template=IS_MADE_TO_THINK, **fields)
-    assert (done.reasoning, done.text) == ("one, two", "42")
+            await events_of(reply, template=IS_MADE_TO_THINK, **fields)
     # Where no reasoning is open, it is about the whole.
     _, done = await events_of("42", **fields)
     assert done.text == "42"
@@ -378,27 +355,14 @@ async def test_a_closing_engine_ends_the_stream() -> None:
 async def test_a_scripted_choice_is_the_option_that_the_reply_begins_with() -> None:
     replies = {"sky": "blue, I think", "grass": "green", "snow": "white"}
     async with open_scripted_engine(replies) as engine:
-        options = ["green", "blue", "white"]
         for part, text in (("sky", "blue"), ("grass", "green"), ("snow", "white")):
-            choice = await engine.choose(f"What colour is {part}?", options)
-            assert (choice.text, options[choice.index]) == (text, text)
-            assert sum(choice.probabilities) == pytest.approx(1.0)
-            assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.9
+            choice = await engine.choose(f"What colour is {part}?", ["green", "blue", "white"])
+            assert choice.text == text
+            assert choice.probabilities[choice.index] > 0.9
         scores = await engine.score("What colour is sky?", ["blue", "green"])
         assert scores[0] > scores[1]
         with pytest.raises(InferenceError, match="no reply is scripted"):
-            await engine.choose("What colour is coal?", options)
-
-
-async def test_scripted_logprobs_are_there_where_they_are_asked_for() -> None:
-    async with open_scripted_engine("a🐈") as engine:
-        assert (await engine.complete("x")).logprobs is None
-        for n in (0, 5):
-            done = await engine.complete("x", logprobs=n)
-            assert done.logprobs is not None
-            assert len(done.logprobs) == done.generated_tokens
-            assert "".join(told.text for told in done.logprobs) == "a🐈"
-            assert all(told.logprob <= 0 for told in done.logprobs)
+            await engine.choose("What colour is coal?", ["black"])
 
 
 async def test_a_scripted_reply_that_its_constraint_does_not_allow_is_an_error() -> None:
