@@ -538,6 +538,8 @@ async def test_a_request_beyond_the_queue_is_refused_with_its_length(opener: Ope
             with pytest.raises(Busy):
                 async with pair.engine.stream(CAT) as tokens:
                     await tokens.receive()
+            with pytest.raises(Busy):
+                await pair.engine.score("x", ["y"])
         nursery.cancel_scope.cancel()
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llamad_trio import Busy, EngineClosed, PromptTooLong, ProtocolError, Request, open_engine
+from llamad_trio import PromptTooLong, Request, open_engine
 from tests.models import DECODER_KINDS
 from tests.support import (
-    ENDLESS,
     EXACT,
     ONE_THREAD,
     SURE_PROMPTS,
     held_steps,
+    side_by_side,
     until,
     until_idle,
-    until_queued,
 )
 
 if TYPE_CHECKING:
@@ -63,27 +63,10 @@ async def test_the_sensible_option_wins(engine: Engine) -> None:
         assert max(choice.probabilities) == choice.probabilities[choice.index] > 0.5
 
 
-async def test_probabilities_are_in_the_order_of_the_options_and_add_up_to_1(
+async def test_one_option_is_certain_and_of_two_that_no_float_can_hold_one_wins(
     exact: Engine,
 ) -> None:
-    there = await exact.choose(PROMPT, OPTIONS)
-    back = await exact.choose(PROMPT, OPTIONS[::-1])
-    assert len(there.probabilities) == len(OPTIONS)
-    assert sum(there.probabilities) == pytest.approx(1)
-    assert there.probabilities == pytest.approx(back.probabilities[::-1], rel=0.01)
-    assert there.text == back.text
-    scores = await exact.score(PROMPT, OPTIONS)
-    assert there.index == scores.index(max(scores))
-    ratio = there.probabilities[0] / there.probabilities[1]
-    assert ratio == pytest.approx(math.exp(scores[0] - scores[1]), rel=0.01)
-
-
-async def test_a_single_option_is_certain(exact: Engine) -> None:
-    choice = await exact.choose(PROMPT, ["rain"])
-    assert (choice.text, choice.index, list(choice.probabilities)) == ("rain", 0, [1.0])
-
-
-async def test_options_too_unlikely_for_a_float_still_have_a_winner(exact: Engine) -> None:
+    assert list((await exact.choose(PROMPT, ["rain"])).probabilities) == [1.0]
     choice = await exact.choose(PROMPT, ["猫" * 150, "猫" * 149])
     assert choice.index == 1
     assert sum(choice.probabilities) == pytest.approx(1)
@@ -180,10 +163,12 @@ async def test_a_word_that_is_begun_is_completed_sensibly(engine: Engine) -> Non
 
 async def test_ids_are_joined_to_nothing(engine: Engine) -> None:
     ids = await engine.tokenize("The cap")
-    expected = await engine._desk.score_tokens(ids, await engine.tokenize("ital"))
+    forced = await engine.complete(Request(ids), regex="ital", logprobs=0, temperature=0)
+    assert forced.logprobs is not None
+    assert [told.token for told in forced.logprobs] == await engine.tokenize("ital")
     (apart,) = await engine.score(Request(ids), ["ital"])
     (joined,) = await engine.score("The cap", ["ital"], raw=True)
-    assert apart == pytest.approx(expected, abs=ROUGH)
+    assert apart == pytest.approx(sum(told.logprob for told in forced.logprobs), abs=ROUGH)
     assert apart < joined - 1
 
 
@@ -219,12 +204,18 @@ async def test_only_the_prompt_is_retained(exact: Engine) -> None:
     assert n_prompt - 1 <= exact.stats().kv_retained_tokens <= n_prompt
 
 
+async def check_nothing_is_held(engine: Engine) -> None:
+    """In a pool of 512 tokens, where the prompt of the scoring can give way to another."""
+    await until_idle(engine)
+    await engine.complete(Request([21] * 200), max_tokens=1)
+    await engine.complete(Request([22] * 200), max_tokens=1)  # one of the three has to go
+    assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+
+
 async def test_the_prompt_is_held_no_longer_than_the_scoring_takes(tiny_path: Path) -> None:
     async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
         await engine.score(Request([20] * 200), ["a", "b"])
-        await engine.complete(Request([21] * 200), max_tokens=1)
-        await engine.complete(Request([22] * 200), max_tokens=1)  # one of the two has to go
-        assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+        await check_nothing_is_held(engine)
 
 
 @pytest.mark.parametrize("kind", DECODER_KINDS)
@@ -285,22 +276,15 @@ async def test_streams_beside_it_say_what_they_say_alone(exact: Engine) -> None:
     asked = [Request(f"{c} {PROMPT}", max_tokens=30, temperature=0) for c in "abc"]
     alone = [await exact.complete_text(request) for request in asked]
     expected = await exact.score(PROMPT, OPTIONS)
-    texts: dict[int, str] = {}
-    scores: list[list[float]] = []
-
-    async def complete(i: int) -> None:
-        texts[i] = await exact.complete_text(asked[i])
 
     async def score() -> None:
-        scores.append(await exact.score(PROMPT, OPTIONS))
+        assert await exact.score(PROMPT, OPTIONS) == pytest.approx(expected, abs=CLOSE)
 
     async with trio.open_nursery() as nursery:
-        for i in range(len(asked)):
-            nursery.start_soon(complete, i)
+        for _ in asked:
             nursery.start_soon(score)
-    assert [texts[i] for i in range(len(asked))] == alone
-    for each in scores:
-        assert each == pytest.approx(expected, abs=CLOSE)
+        texts = await side_by_side(partial(exact.complete_text, request) for request in asked)
+    assert texts == alone
     await until_idle(exact)
 
 
@@ -330,10 +314,7 @@ async def test_cancelled_in_a_step_it_lets_go_of_the_prompt(
                 nursery.start_soon(engine.score, Request([20] * 200), ["a", "b"])
                 await until(steps.begun.is_set)
                 nursery.cancel_scope.cancel()
-        await until_idle(engine)
-        await engine.complete(Request([21] * 200), max_tokens=1)
-        await engine.complete(Request([22] * 200), max_tokens=1)  # one of the two has to go
-        assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+        await check_nothing_is_held(engine)
 
 
 async def test_one_scoring_of_many_options_does_not_overflow_the_queue(tiny_path: Path) -> None:
@@ -344,78 +325,7 @@ async def test_one_scoring_of_many_options_does_not_overflow_the_queue(tiny_path
             assert len(await engine.score(PROMPT, OPTIONS)) == len(OPTIONS)
 
 
-async def test_a_full_queue_refuses_it(tiny_path: Path) -> None:
-    async with (
-        open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_slots=1, max_queue=0) as engine,
-        engine.stream("the cat", max_tokens=ENDLESS) as running,
-    ):
-        await running.receive()
-        with pytest.raises(Busy):
-            await engine.score(PROMPT, OPTIONS)
-        with pytest.raises(Busy):
-            await engine.choose(PROMPT, OPTIONS)
-        await running.receive()
-
-
-async def test_it_waits_in_the_queue_like_any_request(tiny_path: Path) -> None:
-    scores: list[float] = []
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_slots=1) as engine:
-
-        async def score() -> None:
-            scores.extend(await engine.score(PROMPT, OPTIONS))
-
-        async with (
-            trio.open_nursery() as nursery,
-            engine.stream("the cat", max_tokens=ENDLESS) as running,
-        ):
-            await running.receive()
-            nursery.start_soon(score)
-            await until_queued(engine, 1)
-            await running.receive()
-            assert scores == []
-        assert len(scores) == len(OPTIONS)
-
-
-async def test_when_the_engine_closes_it_ends(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD) as engine:
-        await engine.score(PROMPT, ["a"])
-    with pytest.raises(EngineClosed):
-        await engine.score(PROMPT, ["a"])
-    with pytest.raises(EngineClosed):
-        await engine.choose(PROMPT, ["a"])
-
-
 # -- what is refused ------------------------------------------------------------------------
-
-NO_TEXTS: list[Any] = ["ab", b"ab", 5, None, [5], [None], [b"a"], ["a\0b"], ["\ud800"], [["a"]]]
-
-
-@pytest.mark.parametrize("texts", NO_TEXTS, ids=repr)
-async def test_what_is_no_list_of_texts_is_refused(exact: Engine, texts: Any) -> None:
-    with pytest.raises(ProtocolError, match="continuations"):
-        await exact.score(PROMPT, texts)
-    with pytest.raises(ProtocolError, match="options"):
-        await exact.choose(PROMPT, texts)
-    assert exact.stats().steps == 0
-
-
-@pytest.mark.parametrize("options", [[], [""], ["a", ""], ["a", "b", "a"]], ids=repr)
-async def test_options_that_make_no_choice_are_refused(exact: Engine, options: list[str]) -> None:
-    with pytest.raises(ProtocolError, match="options"):
-        await exact.choose(PROMPT, options)
-    assert exact.stats().steps == 0
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"request": [10**9]}, {"request": []}, {"request": PROMPT, "temprature": 1}],
-    ids=repr,
-)
-async def test_a_bad_prompt_is_refused(exact: Engine, fields: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError):
-        await exact.score(**fields, continuations=["a"])
-    with pytest.raises(ProtocolError):
-        await exact.choose(**fields, options=["a"])
 
 
 async def test_what_does_not_fit_is_refused_before_anything_is_computed(tiny_path: Path) -> None:
@@ -434,18 +344,3 @@ async def test_what_does_not_fit_is_refused_before_anything_is_computed(tiny_pat
         (score,) = await engine.score(Request([20] * 100), ["a" * 27])
         assert score < 0
         await until_idle(engine)
-
-
-async def test_an_engine_that_closes_fails_it(tiny_path: Path) -> None:
-    async with trio.open_nursery() as nursery:
-        closed = trio.Event()
-
-        async def score(engine: Engine) -> None:
-            with pytest.raises(EngineClosed):
-                await engine.score(Request([20] * 1500), OPTIONS)
-            closed.set()
-
-        async with open_engine(tiny_path, ONE_THREAD, n_ctx=2048, n_batch=8) as engine:
-            nursery.start_soon(score, engine)
-            await until(lambda: engine.stats().steps > 0)
-        await closed.wait()
