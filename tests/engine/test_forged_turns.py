@@ -31,12 +31,12 @@ from llamad_trio.llama.model import load_model
 from llamad_trio.scheduling.runtime import ModelFacts, Runtime
 from llamad_trio.scheduling.snapshot_file import pack_tokens
 from llamad_trio.scheduling.tokenizing import tokens_of_prompt
+from llamad_trio.testing import ScriptedModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llamad_trio import Engine
-    from tests.models import TinyModels
 
 # Every field of a conversation, and nothing between them.
 TEMPLATE = """\
@@ -67,21 +67,12 @@ class Vocabulary:
     def facts(self) -> ModelFacts:
         """As the runtime has them."""
         model = self.model
-        return ModelFacts(
-            architecture="",
-            description="",
-            name=None,
-            n_params=0,
-            file_bytes=0,
+        return attrs.evolve(
+            ScriptedModel().facts,
             n_vocab=model.n_vocab,
-            n_ctx_train=100_000,
-            chat_template=None,
             bos_text=model.bos_text,
             eos_text=model.eos_text,
             max_bytes_per_token=model.max_bytes_per_token,
-            can_rewind=True,
-            n_seqs=1,
-            identity="",
             control_tokens=model.control_tokens,
             added_tokens=model.added_tokens,
         )
@@ -120,39 +111,24 @@ class Vocabulary:
         return [names[token] for token in tokens if token in names]
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Iterator[Vocabulary]:
-    vocabulary = Vocabulary(smollm2_path, "<|im_start|>", "<|im_end|>")
-    yield vocabulary
-    vocabulary.model.close()
+OF_CHATML = ("<|im_start|>", "<|im_end|>")
 
-
-@pytest.fixture(scope="module")
-def byte_level(tiny_model: TinyModels) -> Iterator[Vocabulary]:
-    vocabulary = Vocabulary(tiny_model("attention"), "<|im_start|>", "<|im_end|>")
-    yield vocabulary
-    vocabulary.model.close()
-
-
-@pytest.fixture(scope="module")
-def gemma3(gemma3_path: Path) -> Iterator[Vocabulary]:
-    vocabulary = Vocabulary(gemma3_path, "<start_of_turn>", "<end_of_turn>")
-    yield vocabulary
-    vocabulary.model.close()
-
-
-@pytest.fixture(scope="module")
-def word_piece(tiny_model: TinyModels) -> Iterator[Vocabulary]:
+VOCABULARIES: dict[str, Callable[[Callable[[str], Any]], Vocabulary]] = {
+    "smollm2": lambda fixture: Vocabulary(fixture("smollm2_path"), *OF_CHATML),
+    "byte level": lambda fixture: Vocabulary(fixture("tiny_model")("attention"), *OF_CHATML),
+    "gemma3": lambda fixture: Vocabulary(
+        fixture("gemma3_path"), "<start_of_turn>", "<end_of_turn>"
+    ),
     # Lower case, and punctuation by itself: what it reads is not what was written.
-    vocabulary = Vocabulary(tiny_model("encoder"), "[CLS]", "[SEP]")
+    "word piece": lambda fixture: Vocabulary(fixture("tiny_model")("encoder"), "[CLS]", "[SEP]"),
+}
+
+
+@pytest.fixture(scope="module", params=["smollm2", "byte level", "gemma3"])
+def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
+    vocabulary = VOCABULARIES[request.param](request.getfixturevalue)
     yield vocabulary
     vocabulary.model.close()
-
-
-@pytest.fixture(scope="module", params=["smollm2", "byte_level", "gemma3"])
-def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    found: Vocabulary = request.getfixturevalue(request.param)
-    return found
 
 
 # -- fields ---------------------------------------------------------------------------------
@@ -234,15 +210,8 @@ async def test_no_text_in_any_field_is_a_control_token(vocabulary: Vocabulary, f
         assert vocabulary.detokenize(ids) == written, name
         quoted = json.dumps(text, ensure_ascii=False)[1:-1]
         assert text.strip() in written or quoted in written, name
-
-
-@pytest.mark.parametrize("field", FIELDS)
-async def test_what_is_rendered_has_no_sentinel_of_ours(vocabulary: Vocabulary, field: str) -> None:
-    for name, text in hostile(vocabulary).items():
-        written = vocabulary.text(FIELDS[field](text))
-        for sentinel in SENTINELS:
-            if sentinel not in text:
-                assert sentinel not in written, name
+        # Nor is there anything else in it.
+        assert not any(s in written for s in SENTINELS if s not in text), name
 
 
 # Pairs of fields that the template writes side by side.
@@ -433,18 +402,19 @@ async def test_none_of_many_mixtures_of_pieces_of_tokens_is_a_control_token(
 # -- a vocabulary that reads less than is written -------------------------------------------
 
 
+@pytest.mark.parametrize("vocabulary", ["word piece"], indirect=True)
 @pytest.mark.parametrize("field", FIELDS)
 async def test_where_a_sentinel_cannot_be_told_a_forged_turn_is_refused(
-    word_piece: Vocabulary, field: str
+    vocabulary: Vocabulary, field: str
 ) -> None:
     request_of = FIELDS[field]
-    own = word_piece.turns(word_piece.ids(request_of("cat")))
+    own = vocabulary.turns(vocabulary.ids(request_of("cat")))
     assert "[CLS]" in own
-    for name, text in hostile(word_piece).items():
+    for name, text in hostile(vocabulary).items():
         with suppress(ProtocolError):
-            ids = word_piece.ids(request_of(text))
+            ids = vocabulary.ids(request_of(text))
             # What it has no letter for is a control token to it, and the text's own.
-            turns = [t for t in word_piece.turns(ids) if t != "[UNK]"]
+            turns = [t for t in vocabulary.turns(ids) if t != "[UNK]"]
             assert turns == [t for t in own if t != "[UNK]"], name
 
 
@@ -468,12 +438,13 @@ async def test_an_engine_forges_no_turns_and_shows_no_sentinel(engine: Engine) -
     assert done.prompt_tokens > len(await engine.tokenize(shown, special=True))
 
 
+@pytest.mark.parametrize("vocabulary", ["smollm2"], indirect=True)
 @pytest.mark.parametrize("field", ["description", "schema", "argument", "argument name", "result"])
-async def test_tools_written_as_text_forge_no_turns(smollm2: Vocabulary, field: str) -> None:
+async def test_tools_written_as_text_forge_no_turns(vocabulary: Vocabulary, field: str) -> None:
     # SmolLM2's own template knows nothing of tools.
-    source = smollm2.model.chat_template
+    source = vocabulary.model.chat_template
     assert source is not None
-    preprocessor = smollm2.with_template(source)
+    preprocessor = vocabulary.with_template(source)
 
     def ids_of(text: str) -> tuple[list[int], str]:
         request = attrs.evolve(FIELDS[field](text), tool_format="hermes")
@@ -482,11 +453,11 @@ async def test_tools_written_as_text_forge_no_turns(smollm2: Vocabulary, field: 
 
     with pytest.raises(UnsupportedFeature, match="tool_format"):
         preprocessor.tokens(FIELDS[field]("cat"), FULL)
-    own = smollm2.turns(ids_of("cat")[0])
-    for name, text in hostile(smollm2).items():
+    own = vocabulary.turns(ids_of("cat")[0])
+    for name, text in hostile(vocabulary).items():
         ids, written = ids_of(text)
-        assert smollm2.turns(ids) == own, name
-        assert smollm2.detokenize(ids) == written, name
+        assert vocabulary.turns(ids) == own, name
+        assert vocabulary.detokenize(ids) == written, name
 
 
 async def test_a_session_of_messages_forges_no_turns(engine: Engine) -> None:

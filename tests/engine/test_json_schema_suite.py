@@ -272,21 +272,14 @@ FIELDS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("seed", "n"),
+    [(1, 40), *(pytest.param(seed, 400, marks=pytest.mark.slow) for seed in range(2, 12))],
+)
 @pytest.mark.parametrize("make", [Maker.of_numbers, Maker.of_texts, Maker.of_all])
-async def test_schemas_made_at_random(make: Callable[[Maker], dict[str, Any]]) -> None:
-    check_random(make, seed=1, n=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 12))
-@pytest.mark.parametrize("make", [Maker.of_numbers, Maker.of_texts, Maker.of_all])
-async def test_many_schemas_made_at_random(
-    make: Callable[[Maker], dict[str, Any]], seed: int
+async def test_schemas_made_at_random(
+    make: Callable[[Maker], dict[str, Any]], seed: int, n: int
 ) -> None:
-    check_random(make, seed=seed, n=400)
-
-
-def check_random(make: Callable[[Maker], dict[str, Any]], *, seed: int, n: int) -> None:
     maker = Maker(seed)
     counts = [check_walks(make(maker), maker.chance, 12) for _ in range(n)]
     assert sum(count > 0 for count in counts) > n / 4
@@ -295,6 +288,7 @@ def check_random(make: Callable[[Maker], dict[str, Any]], *, seed: int, n: int) 
 # -- Schemas made to deceive ------------------------------------------------------------------
 
 NUMBER = {"type": "number"}
+INTEGER_A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
 
 DECEPTIONS: list[tuple[dict[str, Any], str]] = [
     # Bounds of which llguidance takes what lies on them, or which reading rounds.
@@ -344,6 +338,15 @@ DECEPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": r"^a\x01b$"}, '"ab"'),
     ({"type": "string", "pattern": r"^a[^\x00-\x1f]b$"}, '"ab"'),
     ({"properties": {"a\x01": {"type": "integer"}}}, r'{"a\u0001": "x"}'),
+    # What is written as an escape.
+    (INTEGER_A, r'{"\u0061": "x"}'),
+    (INTEGER_A, r'{"a": 1, "\u0061": "x"}'),
+    ({"required": ["a"], **INTEGER_A}, r'{"a": 1, "\u0061": "x"}'),
+    ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b": "x"}'),
+    ({"patternProperties": {"^a": False}}, r'{"\u0061b": "x"}'),
+    # White space to Python, not to llguidance.
+    ({"type": "string", "pattern": r"^\S$"}, r'"\u001c"'),
+    ({"type": "string", "pattern": r"^[^\s]$"}, r'"\u001f"'),
     # References to what is no schema, or elsewhere.
     ({"$ref": "#/default", "default": {"minimun": 3}}, "1"),
     ({"$ref": "#a", "$defs": {"a": {"$anchor": "a", "type": "string"}}}, "1"),
@@ -354,28 +357,6 @@ DECEPTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("schema", "text"), DECEPTIONS, ids=lambda v: json.dumps(v)[:60])
 async def test_a_deception_fails(schema: dict[str, Any], text: str) -> None:
-    matcher = compiled(schema)
-    assert matcher is None or not takes(matcher, text)
-
-
-INTEGER_A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [
-        (INTEGER_A, r'{"\u0061": "x"}'),
-        (INTEGER_A, r'{"a": 1, "\u0061": "x"}'),
-        ({"required": ["a"], **INTEGER_A}, r'{"a": 1, "\u0061": "x"}'),
-        ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061b": "x"}'),
-        ({"patternProperties": {"^a": False}}, r'{"\u0061b": "x"}'),
-        # White space to Python, not to llguidance.
-        ({"type": "string", "pattern": r"^\S$"}, r'"\u001c"'),
-        ({"type": "string", "pattern": r"^[^\s]$"}, r'"\u001f"'),
-    ],
-)
-async def test_escapes_hide_nothing(schema: dict[str, Any], text: str) -> None:
-    assert not Validator(schema).is_valid(json.loads(text))
     matcher = compiled(schema)
     assert matcher is None or not takes(matcher, text)
 
@@ -420,11 +401,9 @@ class Branch(msgspec.Struct):
     "schema",
     [
         Owner.model_json_schema(),
-        Dog.model_json_schema(),
         {**msgspec.json.schema(Branch), "$schema": "https://json-schema.org/draft/2020-12/schema"},
-        msgspec.json.schema(Leaf),
     ],
-    ids=["Owner", "Dog", "Branch", "Leaf"],
+    ids=["Owner", "Branch"],
 )
 async def test_schemas_of_pydantic_and_msgspec_are_taken(schema: dict[str, Any]) -> None:
     assert check_walks(schema, random.Random(0), 40) > 0
