@@ -123,11 +123,6 @@ async def test_every_field_means_what_it_means_to_the_engine_behind(pair: Pair) 
         assert here.cached_tokens == there.cached_tokens
 
 
-async def test_the_same_seed_gives_the_same_text(pair: Pair) -> None:
-    asked = attrs.evolve(CAT, temperature=1.5, seed=5)
-    assert await pair.engine.complete_text(asked) == await pair.engine.complete_text(asked)
-
-
 async def test_complete_text_is_the_text_of_the_completion(pair: Pair) -> None:
     assert (
         await pair.engine.complete_text(CAT)
@@ -137,26 +132,6 @@ async def test_complete_text_is_the_text_of_the_completion(pair: Pair) -> None:
     # What is given beside a request overrides that.
     assert (await pair.engine.complete(CAT, max_tokens=3)).generated_tokens == 3
     assert CAT.max_tokens == 16
-
-
-async def test_a_text_that_is_complete_has_stopped(pair: Pair) -> None:
-    done = await pair.engine.complete("a number", regex="[0-9]{1,2}")
-    assert (done.finish_reason, done.stop_sequence) == ("stop", None)
-
-
-async def test_a_stop_sequence_ends_the_text_and_is_told(pair: Pair) -> None:
-    text = await pair.engine.complete_text(CAT)
-    stop = text[5:8]
-    done = await pair.engine.complete(CAT, stop=["never said", stop])
-    assert done.text == text[: text.index(stop)]
-    assert (done.finish_reason, done.stop_sequence) == ("stop", stop)
-
-
-async def test_max_tokens_is_capped_by_what_fits(opener: Opener) -> None:
-    async with opener(n_ctx=64) as pair:
-        done = await pair.engine.complete("the cat", raw=True, max_tokens=ENDLESS)
-        assert done.finish_reason == "length"
-        assert 64 - 1 <= done.prompt_tokens + done.generated_tokens <= 64 + 1
 
 
 async def test_a_prompt_of_tokens_is_used_as_it_is(pair: Pair) -> None:

@@ -101,6 +101,8 @@ async def test_nothing_of_a_stop_sequence_is_ever_streamed(pair: Pair) -> None:
         done = await tokens.result()
     assert "".join(pieces) == done.text == text[: text.index(stop)]
     assert (done.finish_reason, done.stop_sequence) == ("stop", stop)
+    at_once = await pair.engine.complete(CAT, stop=["never said", stop])
+    assert (at_once.text, at_once.stop_sequence) == (done.text, stop)
 
 
 async def test_events_are_the_reply_in_its_order_and_then_its_end(pair: Pair) -> None:
