@@ -302,7 +302,7 @@ async def test_a_model_that_was_told_can_do_better() -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"tools": [add, Tool("get", "Get.", {})]}, {"tools": "add"}, {"request": [1]}, {"temp": 1.0}],
-    ids=repr,
+    ids=["no function", "no list", "tokens", "unknown field"],
 )
 async def test_a_bad_request_is_refused_before_anything_runs(fields: dict[str, Any]) -> None:
     script = Script()
