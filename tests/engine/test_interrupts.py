@@ -25,13 +25,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 press_ctrl_c = trio.lowlevel.enable_ki_protection(lambda: signal.raise_signal(signal.SIGINT))
 
 processes = []
-started = isolation._started
+open_process = trio.lowlevel.open_process
 
-async def kept(fd):
-    processes.append(await started(fd))
+async def open_and_keep(*args, **kwargs):
+    processes.append(await open_process(*args, **kwargs))
     return processes[0]
 
-isolation._started = kept
+trio.lowlevel.open_process = open_and_keep
 isolation.GRACE_S = 0.2 if is_stuck else 1000
 
 async def wait(process):
