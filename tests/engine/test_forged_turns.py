@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from llamad_trio import (
     EngineConfig,
@@ -320,11 +320,8 @@ async def test_a_raw_prompt_is_its_writers_own(vocabulary: Vocabulary) -> None:
 harmless_texts = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0<>[]|▁"), max_size=20
 )
-FEW, MANY = (
-    settings(
-        max_examples=n, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
-    for n in (15, 500)
+few_or_many = pytest.mark.parametrize(
+    "n_examples", [15, pytest.param(500, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 
 
@@ -345,58 +342,38 @@ def conversation_of(texts: Sequence[str]) -> Request:
     )
 
 
-def check_harmless(vocabulary: Vocabulary, texts: list[str]) -> None:
-    request = conversation_of(texts)
-    whole = vocabulary.text(request)
-    assert vocabulary.ids(request) == tokens_of_prompt(cast("Runtime", vocabulary), whole)
-
-
-@FEW
-@given(st.lists(harmless_texts, min_size=14, max_size=14))
+@few_or_many
 async def test_harmless_text_is_tokenised_as_the_whole_that_it_is(
-    vocabulary: Vocabulary, texts: list[str]
+    vocabulary: Vocabulary, n_examples: int
 ) -> None:
-    check_harmless(vocabulary, texts)
+    @settings(max_examples=n_examples, deadline=None)
+    @given(st.lists(harmless_texts, min_size=14, max_size=14))
+    def check(texts: list[str]) -> None:
+        request = conversation_of(texts)
+        whole = vocabulary.text(request)
+        assert vocabulary.ids(request) == tokens_of_prompt(cast("Runtime", vocabulary), whole)
+
+    check()
 
 
-@pytest.mark.slow
-@MANY
-@given(st.lists(harmless_texts, min_size=14, max_size=14))
-async def test_much_harmless_text_is_tokenised_as_the_whole_that_it_is(
-    vocabulary: Vocabulary, texts: list[str]
+@few_or_many
+async def test_no_mixture_of_pieces_of_tokens_is_a_control_token(
+    vocabulary: Vocabulary, n_examples: int
 ) -> None:
-    check_harmless(vocabulary, texts)
-
-
-def check_mixture(vocabulary: Vocabulary, data: st.DataObject) -> None:
     tokens = [vocabulary.start, vocabulary.end, *list(vocabulary.control)[:4]]
     pieces = sorted({t[i:j] for t in tokens for i in range(len(t)) for j in (i + 1, i + 3, len(t))})
-    text = st.lists(
-        st.sampled_from([*tokens, *pieces, " ", "\n", "cat", SENTINELS[0], SENTINELS[1]]),
-        max_size=5,
-    ).map("".join)
-    texts = data.draw(st.lists(text, min_size=14, max_size=14))
-    request = conversation_of(texts)
-    ids = vocabulary.ids(request)
-    assert vocabulary.turns(ids) == vocabulary.turns(vocabulary.ids(conversation_of(["cat"] * 14)))
-    assert vocabulary.detokenize(ids) == vocabulary.text(request)
+    scraps = st.sampled_from([*tokens, *pieces, " ", "\n", "cat", SENTINELS[0], SENTINELS[1]])
+    own = vocabulary.turns(vocabulary.ids(conversation_of(["cat"] * 14)))
 
+    @settings(max_examples=n_examples, deadline=None)
+    @given(st.lists(st.lists(scraps, max_size=5).map("".join), min_size=14, max_size=14))
+    def check(texts: list[str]) -> None:
+        request = conversation_of(texts)
+        ids = vocabulary.ids(request)
+        assert vocabulary.turns(ids) == own
+        assert vocabulary.detokenize(ids) == vocabulary.text(request)
 
-@FEW
-@given(data=st.data())
-async def test_no_mixture_of_pieces_of_tokens_is_a_control_token(
-    vocabulary: Vocabulary, data: st.DataObject
-) -> None:
-    check_mixture(vocabulary, data)
-
-
-@pytest.mark.slow
-@MANY
-@given(data=st.data())
-async def test_none_of_many_mixtures_of_pieces_of_tokens_is_a_control_token(
-    vocabulary: Vocabulary, data: st.DataObject
-) -> None:
-    check_mixture(vocabulary, data)
+    check()
 
 
 # -- a vocabulary that reads less than is written -------------------------------------------

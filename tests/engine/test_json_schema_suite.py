@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jsonschema
 import msgspec
+import numpy as np
 import pydantic
 import pytest
 import trio
@@ -23,24 +24,74 @@ from llamad_trio import Request, open_engine
 from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.errors import ProtocolError
-from tests.matching import COMPILER, takes, walks
+from llamad_trio.testing import ScriptedModel
 from tests.schema_suite import Group, read_schema_suite
 from tests.support import ONE_THREAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tests.models import TinyModels
 
 Validator = jsonschema.Draft202012Validator
 
+COMPILE = ScriptedModel().compile
+"""For a vocabulary of the 256 bytes, and one token that ends."""
+
 
 def compiled(schema: object) -> Matcher | None:
     """At the beginning of a text; `None` if the schema is refused."""
     try:
-        return COMPILER.compile(Constraint("json_schema", json.loads(json.dumps(schema))))
+        return COMPILE(Constraint("json_schema", json.dumps(schema)))
     except ProtocolError:
         return None
+
+
+def likings(*groups: tuple[str, float]) -> np.typing.NDArray[np.float64]:
+    weights = np.full(256, 0.05)
+    for characters, weight in groups:
+        weights[list(characters.encode())] = weight
+    return weights
+
+
+LIKINGS = (
+    likings(('"]}', 20), ("abcx012", 1)),
+    likings(('"]}', 15)),
+    likings(('"]}', 6), ("\\", 6), ('u0nrt"fbd', 2)),
+    likings(('"]}', 3), ("0123456789", 3), ("-.eE+", 3)),
+    likings(('"]}', 10), ("{[,", 5), (":t", 1), ("a", 5)),
+    np.where(np.arange(256) > 127, 1.0, 0.3),
+)
+
+
+def walks(matcher: Matcher, chance: random.Random, n: int) -> Iterator[bytes]:
+    """Texts of `n` walks, fewer if some would become long."""
+    for _ in range(n):
+        matcher._matcher.reset()
+        liking, patience = chance.choice(LIKINGS), chance.choice([0.1, 0.4, 0.8])
+        text = bytearray()
+        while not (matcher.is_complete or (matcher.may_end and chance.random() > patience)):
+            totals = (matcher.mask()[:256] * liking).cumsum()
+            if totals[-1] == 0 and matcher.may_end:
+                break
+            assert totals[-1] > 0, f"nothing may follow {bytes(text)!r}: {matcher.error}"
+            token = int(totals.searchsorted(chance.random() * totals[-1], side="right"))
+            matcher.accept([token])
+            text.append(token)
+            if len(text) > 300:
+                break
+        else:
+            yield bytes(text)
+
+
+def takes(matcher: Matcher, text: str) -> bool:
+    """Whether the text may be generated."""
+    matcher._matcher.reset()
+    for byte in text.encode():
+        if not matcher.allows(byte):
+            return False
+        matcher.accept([byte])
+    return matcher.may_end
 
 
 def check_walks(schema: Mapping[str, Any], chance: random.Random, n: int) -> int:
