@@ -443,19 +443,23 @@ BAD_QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
+async def ask(engine: EngineLike, name: str, arguments: tuple[Any, ...]) -> object:
+    return await getattr(engine, name)(*arguments)
+
+
 async def test_a_bad_question_is_a_protocol_error(pair: Pair) -> None:
-    questions: list[Question] = [
+    questions: list[Callable[[Any], Coroutine[Any, Any, object]]] = [
         lambda engine: engine.render("x", nonsense=1),
         lambda engine: engine.count_tokens("x", nonsense=1),
         lambda engine: engine.score("x", ["a"], nonsense=1),
         lambda engine: engine.detokenize([5, engine.info.n_vocab]),
-        lambda engine: engine.complete([1, engine.info.n_vocab]),  # type: ignore[arg-type]
+        lambda engine: engine.complete([1, engine.info.n_vocab]),
+        *(
+            partial(ask, name=name, arguments=arguments)
+            for name, calls in BAD_QUESTIONS.items()
+            for arguments in calls
+        ),
     ]
-    for name, calls in BAD_QUESTIONS.items():
-        questions += [
-            lambda engine, name=name, call=call: getattr(engine, name)(*call)  # type: ignore[misc]
-            for call in calls
-        ]
     for n, question in enumerate(questions):
         for engine in (pair.engine, pair.behind):
             assert isinstance(await error_of(question, engine), ProtocolError), n
