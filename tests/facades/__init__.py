@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
+import inspect
 import json
 import subprocess
 import sys
@@ -10,31 +12,36 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import patch
 
 import trio
 
-from llamad_trio import EngineSpec, serve_unix
+from llamad_trio import EngineSpec, Request, serve_unix
+from llamad_trio.aio import AsyncEngine
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Coroutine, Iterator
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from llamad_trio import EngineLike, EngineStats
     from llamad_trio.background_run import Opener
 
 __all__ = [
+    "ENDLESS",
+    "HANG_S",
     "THREAD_STARTS",
+    "InLoop",
     "RunScript",
     "dying_of_a_hang",
     "engine_threads",
     "is_idle",
     "lazy",
+    "loop_in_a_thread",
     "running_scripts",
     "scripted",
     "served",
@@ -44,6 +51,8 @@ __all__ = [
 
 HANG_S = 120
 """Far more than any test takes: what still runs then hangs."""
+
+ENDLESS = Request("endless", max_tokens=1_000_000)
 
 
 def scripted(
@@ -109,6 +118,67 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+class InLoop:
+    """What is in `aio`, to be used as its like in `blocking`.
+
+    Each coroutine that it gives is a task of one loop, which is waited for, in any thread.
+
+    Args:
+        inner: the module, or one of its functions, blocks, engines and streams.
+        run: runs a coroutine in the loop.
+    """
+
+    def __init__(self, inner: Any, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.inner = inner
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return self._as_blocking(getattr(self.inner, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_blocking(self.inner(*args, **kwargs))
+
+    def _as_blocking(self, value: Any) -> Any:
+        if inspect.iscoroutine(value):
+            value = self._run(value)
+        kinds = (AsyncEngine, AbstractAsyncContextManager)  # streams and blocks are the latter
+        if isinstance(value, kinds) or inspect.isroutine(value):
+            return InLoop(value, self._run)
+        return value
+
+    def __enter__(self) -> Any:
+        return self._as_blocking(self.inner.__aenter__())
+
+    def __exit__(self, *exc_info: object) -> Any:
+        return self._run(self.inner.__aexit__(*exc_info))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._run(self.inner.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        self._run(self.inner.aclose())
+
+
+@contextmanager
+def loop_in_a_thread() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """A function that runs coroutines of any thread in one asyncio loop, and waits for them."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 def _interrupted(*, is_begun: bool) -> AbstractContextManager[object]:
     wait = threading.Event.wait
     is_first = True
@@ -151,15 +221,10 @@ PRELUDE = """
 import os, signal, sys, threading, time, warnings
 from functools import partial
 from llamad_trio import EngineClosed, LlamadError, blocking
-from llamad_trio.testing import ScriptedModel, open_scripted_engine
+from tests import facades
+from tests.facades import until
 
-def scripted(decode_s=0.001, **config):
-    model = ScriptedModel({"endless": "la " * 30_000, "": "42"}, decode_s=decode_s, n_ctx_train=100_000)
-    return partial(open_scripted_engine, model, n_ctx=100_000, **config)
-
-def until(condition):
-    while not condition():
-        time.sleep(0.001)
+scripted = partial(facades.scripted, decode_s=0.001)
 
 def in_child(use):
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -215,6 +280,7 @@ def running_scripts(folder: Path) -> Iterator[RunScript]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[2],
     ) as process:
         out, err = folder / "out", folder / "err"
 
