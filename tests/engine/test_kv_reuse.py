@@ -200,44 +200,28 @@ async def test_a_changed_history_is_computed_from_its_start_and_right(
             assert done.text == await cold_text(tiny_model(kind), asked)
 
 
-@with_state
-async def test_what_is_lost_is_said_once(
-    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with open_engine(tiny_model(kind), EXACT) as engine:
-        assert not engine.info.can_rewind
-        for n in range(3):
-            await engine.complete(Request(some_tokens(30, n), max_tokens=3))
-    (warning,) = [r for r in caplog.records if r.name == "llamad_trio"]
-    assert warning.levelname == "WARNING"
-    said = warning.getMessage()
-    assert f"tiny-{kind}" in said
-    assert "cannot go back" in said
-    assert "reused only when" in said
-
-
 @kinds
-async def test_without_the_kv_cache_nothing_is_reused_and_nothing_is_lost(
-    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kv_cache", [True, False])
+async def test_what_a_memory_cannot_do_is_said_once_and_only_if_it_is_wanted(
+    tiny_model: TinyModels, kind: Kind, kv_cache: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = some_tokens(60)
-    async with open_engine(tiny_model(kind), EXACT, kv_cache=False) as engine:
+    async with open_engine(tiny_model(kind), EXACT, kv_cache=kv_cache) as engine:
+        can_rewind = engine.info.can_rewind
         for _ in range(3):
             done = await engine.complete(Request(prompt, max_tokens=3))
-            assert done.cached_tokens == 0
-            assert engine.stats().kv_retained_tokens == 0
             prompt = prompt + some_tokens(10)
-        assert engine.stats().cached_tokens == 0
-    assert [r for r in caplog.records if r.name == "llamad_trio"] == []
-
-
-@rewinding
-async def test_a_memory_that_can_go_back_is_no_news(
-    tiny_model: TinyModels, kind: Kind, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with open_engine(tiny_model(kind), EXACT) as engine:
-        assert engine.info.can_rewind
-    assert [r for r in caplog.records if r.name == "llamad_trio"] == []
+            if not kv_cache:
+                stats = engine.stats()
+                assert done.cached_tokens == stats.kv_retained_tokens == stats.cached_tokens == 0
+    warnings = [r.getMessage() for r in caplog.records if r.name == "llamad_trio"]
+    if can_rewind or not kv_cache:
+        assert warnings == []
+    else:
+        (said,) = warnings
+        assert f"tiny-{kind}" in said
+        assert "cannot go back" in said
+        assert "reused only when" in said
 
 
 # -- never other than cold ------------------------------------------------------------------

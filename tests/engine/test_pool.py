@@ -1,4 +1,5 @@
-"""One pool for all slots: what is reused, who gives way, and that nobody notices."""
+"""One pool for all slots, in every kind of memory: what is reused, who gives way, and that nobody
+notices."""
 
 from __future__ import annotations
 
@@ -9,76 +10,158 @@ import pytest
 import trio
 
 from llamad_trio import Busy, Request, open_engine
+from tests.models import DECODER_KINDS
 from tests.support import (
     ENDLESS,
     EXACT,
     ONE_THREAD,
-    SURE_PROMPTS,
-    held_steps,
-    must_not_run,
+    count_pieces,
+    threads_of_ours,
     until,
     until_idle,
-    until_queued,
 )
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from llamad_trio import Engine
+    from tests.models import Kind, TinyModels
+
+CAN_REWIND: dict[Kind, bool] = {
+    "attention": True,
+    "sliding-window": True,
+    "recurrent": False,
+    "hybrid": False,
+}
+
+# Longer than the sliding window.
+PROMPT = "the cat and the rat ran in the rain, then they rested"
+
+kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 
 
-async def complete_all(engine: Engine, requests: list[Request]) -> list[str]:
+def open_tiny(
+    tiny_model: TinyModels, kind: Kind, n_ctx: int = 2048
+) -> AbstractAsyncContextManager[Engine]:
+    return open_engine(tiny_model(kind), EXACT, n_ctx=n_ctx)
+
+
+def requests(n: int, max_tokens: int) -> list[Request]:
+    """As many as are asked for, each another."""
+    return [
+        Request(f"{c} {PROMPT} {c}", max_tokens=max_tokens, seed=i, temperature=0.5, top_p=0.5)
+        for i, c in enumerate("abcdefgh"[:n])
+    ]
+
+
+async def stream_all(engine: Engine, asked: list[Request]) -> list[str]:
     """The texts of requests that run at once, in the order of the requests."""
     texts: dict[int, str] = {}
 
-    async def complete(i: int) -> None:
-        texts[i] = await engine.complete_text(requests[i])
+    async def stream(i: int) -> None:
+        async with engine.stream(asked[i]) as tokens:
+            texts[i] = "".join([piece async for piece in tokens])
 
     async with trio.open_nursery() as nursery:
-        for i in range(len(requests)):
-            nursery.start_soon(complete, i)
-    return [texts[i] for i in range(len(requests))]
+        for i in range(len(asked)):
+            nursery.start_soon(stream, i)
+    return [texts[i] for i in range(len(asked))]
 
 
-# -- preemption -----------------------------------------------------------------------------
+# -- every kind of memory --------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("smollm2_is_kept")
-async def test_preempted_requests_say_what_they_would_have_said_alone(
-    smollm2_path: Path,
+@kinds
+async def test_what_is_reused_is_what_can_be(tiny_model: TinyModels, kind: Kind) -> None:
+    asked = Request(PROMPT, max_tokens=12, temperature=0)
+    async with open_tiny(tiny_model, kind) as engine:
+        assert engine.info.can_rewind == CAN_REWIND[kind]
+        cold, warm = [await engine.complete(asked) for _ in range(2)]
+        assert cold.cached_tokens == 0
+        assert warm.cached_tokens == (warm.prompt_tokens - 1 if CAN_REWIND[kind] else 0)
+        assert warm.text == cold.text
+        assert engine.stats().kv_retained_tokens > 0
+        assert engine.stats().cached_tokens == warm.cached_tokens
+
+
+@kinds
+async def test_requests_side_by_side_say_what_they_say_alone(
+    tiny_model: TinyModels, kind: Kind
 ) -> None:
-    requests = [Request(p, raw=True, max_tokens=12, temperature=0) for p in SURE_PROMPTS[:2]]
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=256) as engine:
-        alone = [await engine.complete_text(request) for request in requests]
-        assert engine.stats().preemptions == 0
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=70) as engine:
-        assert await complete_all(engine, requests) == alone
+    asked = requests(8, max_tokens=20)
+    async with open_tiny(tiny_model, kind) as engine:
+        alone = [await engine.complete_text(request) for request in asked]
+        assert await stream_all(engine, asked) == alone
+        assert len(set(alone)) == 8
+    assert threads_of_ours() == []
+
+
+@kinds
+async def test_preempted_requests_say_what_they_say_alone(
+    tiny_model: TinyModels, kind: Kind
+) -> None:
+    asked = requests(4, max_tokens=60)
+    async with open_tiny(tiny_model, kind) as engine:
+        alone = [await engine.complete_text(request) for request in asked]
+        n_prompt = await engine.count_tokens(asked[0])
+    async with open_tiny(tiny_model, kind, n_ctx=2 * (n_prompt + 40)) as engine:
+        assert await stream_all(engine, asked) == alone
         assert engine.stats().preemptions > 0
         await until_idle(engine)
-        assert engine.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
 
 
-async def test_preempted_requests_go_on_with_their_seed_their_penalties_and_their_stream(
-    tiny_path: Path,
+@kinds
+async def test_cancels_at_any_moment_leave_the_others_and_the_next_as_they_were(
+    tiny_model: TinyModels, kind: Kind
 ) -> None:
-    requests = [
-        Request(f"the cat {n}", raw=True, max_tokens=80, temperature=0.5, seed=n, top_p=0.5)
-        for n in range(4)
-    ]
-    pieces: dict[int, list[str]] = {}
+    asked = requests(3, max_tokens=30)
+    async with open_tiny(tiny_model, kind) as engine:
+        alone = [await engine.complete_text(request) for request in asked]
+        for n_pieces in (0, 1, 5):
+            # In the middle of a prompt, unless that was read at once, and of a text.
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.complete, Request([270] * 1500, max_tokens=ENDLESS))
+                await until(lambda: engine.stats().slots["free"] < engine.config.n_slots)
+                nursery.cancel_scope.cancel()
+            async with engine.stream(PROMPT, max_tokens=ENDLESS) as tokens:
+                await count_pieces(tokens, n_pieces)
+            assert await stream_all(engine, asked) == alone
+        await until_idle(engine)
+        stats = engine.stats()
+        assert stats.requests["cancelled"] == 6
+        assert stats.kv_retained_tokens + stats.kv_free_tokens == 2048
 
-    async def stream(engine: Engine, n: int) -> None:
-        async with engine.stream(requests[n]) as tokens:
-            pieces[n] = [piece async for piece in tokens]
 
-    async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
-        alone = [await engine.complete_text(request) for request in requests]
-    async with open_engine(tiny_path, EXACT, n_ctx=160) as engine:
-        async with trio.open_nursery() as nursery:
-            for n in range(len(requests)):
-                nursery.start_soon(stream, engine, n)
-        assert engine.stats().preemptions > 0
-    assert ["".join(pieces[n]) for n in range(len(requests))] == alone
+@kinds
+async def test_a_full_pool_is_used_to_its_last_token(tiny_model: TinyModels, kind: Kind) -> None:
+    async with open_tiny(tiny_model, kind, n_ctx=128) as engine:
+        for _ in range(2):
+            done = await engine.complete(PROMPT, max_tokens=ENDLESS)
+            assert done.prompt_tokens + done.generated_tokens == 128
+
+
+@kinds
+async def test_a_batch_of_one_token_serves(tiny_model: TinyModels, kind: Kind) -> None:
+    asked = Request(PROMPT, max_tokens=5, temperature=0)
+    async with open_tiny(tiny_model, kind) as engine:
+        expected = await engine.complete_text(asked)
+    async with open_engine(tiny_model(kind), EXACT, n_slots=1, n_batch=1) as engine:
+        assert await engine.complete_text(asked) == expected
+
+
+async def test_a_model_that_can_end_ends(tiny_model: TinyModels) -> None:
+    path = tiny_model("attention", can_end=True)
+    async with open_engine(path, ONE_THREAD) as engine:
+        done = [
+            await engine.complete(PROMPT, seed=seed, temperature=1.0, max_tokens=500)
+            for seed in range(5)
+        ]
+    assert "stop" in {d.finish_reason for d in done}
+    assert all("im_end" not in d.text for d in done)
+
+
+# -- who gives way, and who waits ------------------------------------------------------------
 
 
 async def test_the_oldest_request_is_never_preempted(tiny_path: Path) -> None:
@@ -107,89 +190,6 @@ async def test_a_high_max_tokens_costs_no_room_until_it_is_used(tiny_path: Path)
         await until(lambda: engine.stats().slots["decode"] == 4)
         assert engine.stats().queued == 0
         nursery.cancel_scope.cancel()
-
-
-# -- the queue ------------------------------------------------------------------------------
-
-
-async def test_requests_beyond_the_queue_are_refused_as_busy(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_slots=1, max_queue=2, n_ctx=512) as engine:
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                for waiting in range(3):
-                    nursery.start_soon(lambda: engine.complete("the cat", max_tokens=2))
-                    await until(steps.begun.is_set)
-                    await until_queued(engine, waiting)
-                with pytest.raises(Busy) as error:
-                    await engine.complete("the cat")
-                assert (error.value.queued, error.value.max_queue) == (2, 2)
-                with pytest.raises(Busy):
-                    async with engine.stream("the cat"):
-                        must_not_run("the block was entered")
-                steps.let_go()
-        assert engine.stats().requests == {"completed": 3, "failed": 0, "cancelled": 0}
-        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
-
-
-async def test_without_a_queue_only_the_slots_serve(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_slots=2, max_queue=0, n_ctx=512) as engine:
-        async with engine.stream("the cat", max_tokens=ENDLESS) as first:
-            await first.receive()
-            async with engine.stream("the cat", max_tokens=ENDLESS) as second:
-                await second.receive()
-                with pytest.raises(Busy):
-                    await engine.complete("the cat")
-        await until_idle(engine)
-        assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
-
-
-# -- reuse ----------------------------------------------------------------------------------
-
-
-async def test_a_prompt_that_was_just_read_is_reused(engine: Engine) -> None:
-    asked = Request("Write the numbers from 1 to 10.", max_tokens=6, temperature=0)
-    first, second = [await engine.complete(asked) for _ in range(2)]
-    assert first.cached_tokens == 0
-    # The last token is computed in any case: its logits are wanted.
-    assert second.cached_tokens == second.prompt_tokens - 1
-    assert second.text == first.text
-    assert engine.stats().cached_tokens == second.cached_tokens
-
-
-async def test_a_conversation_goes_on_where_it_was(tiny: Engine) -> None:
-    first = await tiny.complete("the cat ", raw=True, max_tokens=20, temperature=0)
-    longer = "the cat " + first.text + " and a hat"
-    second = await tiny.complete(longer, raw=True, max_tokens=4, temperature=0)
-    # Text need not come back as the tokens that it was said in, but it begins alike.
-    assert first.prompt_tokens <= second.cached_tokens < second.prompt_tokens
-
-
-@pytest.mark.usefixtures("smollm2_is_kept")
-async def test_only_what_two_prompts_share_is_reused(smollm2_path: Path) -> None:
-    one, other = "The capital of France is", "The capital of Spain is"
-    asked = Request(other, raw=True, max_tokens=4, temperature=0)
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512, kv_cache=False) as engine:
-        cold = await engine.complete(asked)
-    async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512) as engine:
-        await engine.complete(one, raw=True, max_tokens=2)
-        warm = await engine.complete(asked)
-        assert cold.cached_tokens == 0
-        assert warm.cached_tokens == len(await engine.tokenize("The capital of"))
-        assert warm.text == cold.text
-
-
-async def test_without_the_kv_cache_nothing_is_kept(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=512, kv_cache=False) as engine:
-        texts = set()
-        for _ in range(3):
-            done = await engine.complete("the cat", max_tokens=8, temperature=0)
-            assert done.cached_tokens == 0
-            texts.add(done.text)
-        assert len(texts) == 1
-        stats = engine.stats()
-        assert (stats.kv_retained_tokens, stats.kv_free_tokens, stats.cached_tokens) == (0, 512, 0)
 
 
 async def test_what_is_kept_gives_way_to_any_need(tiny_path: Path) -> None:
@@ -221,7 +221,7 @@ async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:
     auditor = Auditor()
     async with open_engine(tiny_path, ONE_THREAD, n_ctx=256) as engine:
         trio.lowlevel.add_instrument(auditor)
-        await complete_all(engine, [Request([20 + n] * 40, max_tokens=60) for n in range(8)])
+        await stream_all(engine, [Request([20 + n] * 40, max_tokens=60) for n in range(8)])
         # Trio removes an instrument that raises.
         trio.lowlevel.remove_instrument(auditor)
         stats = engine.stats()
