@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,12 +18,11 @@ from llamad_trio import Request, open_engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.store import MAX_WRITES, SnapshotStore
 from tests.models import DECODER_KINDS
-from tests.support import EXACT, held_steps, threads_of_ours, until, until_idle
+from tests.support import EXACT, HeldSteps, held_steps, threads_of_ours, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
 
     from llamad_trio import Completion, Engine
     from tests.models import Kind, TinyModels
@@ -87,10 +87,6 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*.kv"))
 
 
-def all_files_in(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
-
-
 def knows(engine: Engine, asked: Request) -> bool:
     """Whether RAM or disk hold what the request begins with."""
     tokens = asked.prompt
@@ -103,29 +99,14 @@ def warnings(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
     return [message for message in messages if part in message]
 
 
-class Disk:
-    """A disk that can be made to hang."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self._go = threading.Event()
-
-    def go_on(self) -> None:
-        self._go.set()
-
-    def hang(self) -> None:
-        self.begun.set()
-        assert self._go.wait(timeout=60)
-
-
 @contextmanager
-def hanging(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Disk]:
-    """Make every `read` or `write` wait until the disk is told to go on."""
-    disk = Disk()
+def hanging(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[HeldSteps]:
+    """Make every `read` or `write` wait until it is let go."""
+    disk = HeldSteps()
     real: Callable[..., object] = getattr(SnapshotStore, name)
 
     def slow(*args: object) -> object:
-        disk.hang()
+        disk.hold()
         return real(*args)
 
     with monkeypatch.context() as patch:
@@ -133,36 +114,36 @@ def hanging(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Disk]:
         try:
             yield disk
         finally:
-            disk.go_on()
+            disk.let_go()
+
+
+@pytest.fixture
+async def stored(tiny_model: TinyModels, tmp_path: Path) -> Path:
+    """A model with a prefix of it on disk, in `tmp_path`."""
+    path = tiny_model("attention")
+    await leave_prefix(path, tmp_path)
+    return path
 
 
 # -- they come back -------------------------------------------------------------------------
 
 
 @kinds
-async def test_what_left_the_pool_comes_back_from_ram(tiny_model: TinyModels, kind: Kind) -> None:
-    path = tiny_model(kind)
-    expected = await cold(path)
-    async with opened(path, ram=PLENTY) as engine:
-        await engine.complete(first(1))
-        await engine.complete(CROWD)
-        assert engine._desk.resident(prefix(1)) == 0
-        done = await engine.complete(second(1))
-        assert done.cached_tokens == N_PREFIX
-        assert done.text == expected
-        assert engine.stats().cached_tokens == N_PREFIX
-
-
-@kinds
-async def test_without_ram_what_left_the_pool_is_computed_again(
-    tiny_model: TinyModels, kind: Kind
+@pytest.mark.parametrize("tier", ["ram", "disk", "none", "too little ram"])
+async def test_what_left_the_pool_comes_back_if_there_is_where_from(
+    tiny_model: TinyModels, kind: Kind, tier: str, tmp_path: Path
 ) -> None:
     path = tiny_model(kind)
-    async with opened(path) as engine:
-        for asked in (first(1), CROWD):
-            await engine.complete(asked)
+    folder, ram = tmp_path if tier == "disk" else None, {"ram": PLENTY, "too little ram": 1}
+    async with opened(path, folder=folder, ram=ram.get(tier, 0)) as engine:
+        await engine.complete(first(1))
+        await engine.complete(CROWD)
+        assert engine.resident(prefix(1)) == 0
+        if tier == "disk":
+            await until(lambda: knows(engine, second(1)))
         done = await engine.complete(second(1))
-    assert done.cached_tokens == 0
+        assert engine.stats().cached_tokens == done.cached_tokens
+    assert done.cached_tokens == (N_PREFIX if tier in {"ram", "disk"} else 0)
     assert done.text == await cold(path)
 
 
@@ -179,20 +160,6 @@ async def test_what_was_known_is_known_after_a_restart(
             # Next time all of this prompt is known, but for its last token.
             assert done.cached_tokens in {N_PREFIX, done.prompt_tokens - 1}
             assert done.text == expected
-
-
-@kinds
-async def test_what_left_the_pool_comes_back_from_disk(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
-) -> None:
-    path = tiny_model(kind)
-    async with opened(path, folder=tmp_path) as engine:
-        for asked in (first(1), CROWD):
-            await engine.complete(asked)
-        await until(lambda: knows(engine, second(1)))
-        done = await engine.complete(second(1))
-    assert done.cached_tokens == N_PREFIX
-    assert done.text == await cold(path)
 
 
 @kinds
@@ -240,19 +207,17 @@ async def test_many_prefixes_take_turns_in_a_pool_that_is_too_small(
 
 
 async def test_nothing_crosses_from_one_identity_to_another(
-    tiny_model: TinyModels, tmp_path: Path
+    stored: Path, tiny_model: TinyModels, tmp_path: Path
 ) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
     files = files_in(tmp_path)
     others: list[tuple[Path, dict[str, Any]]] = [
         (tiny_model("attention", seed=1), {}),
         (tiny_model("attention", chat_template="{{ messages[0].content }}"), {}),
-        (path, {"type_k": "f16"}),
-        (path, {"type_v": "f16"}),
-        (path, {"rope_freq_base": 20_000.0}),
-        (path, {"rope_freq_scale": 0.5}),
-        (path, {"flash_attn": True}),
+        (stored, {"type_k": "f16"}),
+        (stored, {"type_v": "f16"}),
+        (stored, {"rope_freq_base": 20_000.0}),
+        (stored, {"rope_freq_scale": 0.5}),
+        (stored, {"flash_attn": True}),
     ]
     identities = set()
     for other, settings in others:
@@ -265,36 +230,36 @@ async def test_nothing_crosses_from_one_identity_to_another(
         assert done.text == expected.text
     assert len(identities) == len(others)
     assert set(files) < set(files_in(tmp_path))
-    async with opened(path, folder=tmp_path) as engine:
+    async with opened(stored, 2 * N_CTX, folder=tmp_path) as engine:
         assert engine.info.identity not in identities
         assert (await engine.complete(second(1))).cached_tokens == N_PREFIX
 
 
-def cut(data: bytes) -> bytes:
-    return data[: len(data) // 2]
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def rot(data: bytes) -> bytes:
-    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+def rot(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
 
 
 @kinds
-@pytest.mark.parametrize("spoil", [cut, rot])
+@pytest.mark.parametrize("spoil", [cut, rot, Path.unlink])
 async def test_a_file_that_went_bad_costs_nothing_but_the_reuse(
     tiny_model: TinyModels,
     kind: Kind,
     tmp_path: Path,
-    spoil: Callable[[bytes], bytes],
+    spoil: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tiny_model(kind)
     await leave_prefix(path, tmp_path)
-    files = files_in(tmp_path)
-    for file in files:
-        file.write_bytes(spoil(file.read_bytes()))
     async with opened(path, folder=tmp_path) as engine:
+        for file in files_in(tmp_path):
+            spoil(file)
         done = await engine.complete(second(1))
-        assert warnings(caplog, "is removed")
+        assert bool(warnings(caplog, "is removed")) == (spoil is not Path.unlink)
         await engine.complete(first(1))
     assert done.cached_tokens == 0
     assert done.text == await cold(path)
@@ -302,40 +267,24 @@ async def test_a_file_that_went_bad_costs_nothing_but_the_reuse(
         assert (await engine.complete(second(1))).cached_tokens >= N_PREFIX
 
 
-async def test_a_file_that_vanishes_costs_nothing_but_the_reuse(
-    tiny_model: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
-    async with opened(path, folder=tmp_path) as engine:
-        for file in files_in(tmp_path):
-            file.unlink()
-        done = await engine.complete(second(1))
-    assert done.cached_tokens == 0
-    assert done.text == await cold(path)
-    assert warnings(caplog, "snapshot") == []
-
-
 async def test_requests_that_wait_for_a_file_that_turns_out_bad_go_on_without(
-    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
     done: list[Completion] = []
 
     async def ask(engine: Engine) -> None:
         done.append(await engine.complete(second(1)))
 
-    async with opened(path, folder=tmp_path) as engine:
+    async with opened(stored, folder=tmp_path) as engine:
         with hanging(monkeypatch, "read") as disk:
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     nursery.start_soon(ask, engine)
                 await until(disk.begun.is_set)
                 for file in files_in(tmp_path):
-                    file.write_bytes(rot(file.read_bytes()))
-                disk.go_on()
-    assert {each.text for each in done} == {await cold(path)}
+                    rot(file)
+                disk.let_go()
+    assert {each.text for each in done} == {await cold(stored)}
     assert min(each.cached_tokens for each in done) == 0
 
 
@@ -361,11 +310,9 @@ async def test_two_engines_share_a_directory(
 
 
 async def test_who_leaves_while_a_file_is_read_leaves_at_once_and_the_rest_go_on(
-    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
-    async with opened(path, folder=tmp_path) as engine:
+    async with opened(stored, folder=tmp_path) as engine:
         with hanging(monkeypatch, "read") as disk:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.complete, second(1))
@@ -375,30 +322,28 @@ async def test_who_leaves_while_a_file_is_read_leaves_at_once_and_the_rest_go_on
                 nursery.cancel_scope.cancel()
             await until_idle(engine)
             assert engine.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
-            disk.go_on()
+            disk.let_go()
         done = await engine.complete(second(1))
     assert done.cached_tokens == N_PREFIX
-    assert done.text == await cold(path)
+    assert done.text == await cold(stored)
 
 
 async def test_an_engine_closes_while_a_file_is_read(
-    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
     with hanging(monkeypatch, "read") as disk:
         async with trio.open_nursery() as nursery:
 
             async def ask() -> None:
-                async with opened(path, folder=tmp_path) as engine:
+                async with opened(stored, folder=tmp_path) as engine:
                     await engine.complete(second(1))
 
             nursery.start_soon(ask)
             await until(disk.begun.is_set)
             nursery.cancel_scope.cancel()
-            disk.go_on()
+            disk.let_go()
     assert threads_of_ours() == []
-    async with opened(path, folder=tmp_path) as engine:
+    async with opened(stored, folder=tmp_path) as engine:
         assert (await engine.complete(second(1))).cached_tokens == N_PREFIX
 
 
@@ -412,7 +357,7 @@ async def test_an_engine_closes_while_a_file_is_written_and_loses_nothing(
                 for asked in (first(seed), CROWD):
                     await engine.complete(asked)
             await until(disk.begun.is_set)
-            disk.go_on()
+            disk.let_go()
     assert threads_of_ours() == []
     for seed in (1, 2):
         async with opened(path, folder=tmp_path) as engine:
@@ -431,8 +376,10 @@ async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
             store = engine._desk.decode._store
             assert store is not None
             assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
-            assert engine._desk.decode.scheduler.shelf.n_bytes == 0
-            disk.go_on()
+            shelf = engine._decode.scheduler._pool._shelf
+            assert shelf is not None
+            assert shelf.n_bytes == 0
+            disk.let_go()
     assert files_in(tmp_path)
 
 
@@ -499,57 +446,39 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
 # -- nothing to keep them in ----------------------------------------------------------------
 
 
-@kinds
-async def test_ram_too_small_for_anything_is_as_none(tiny_model: TinyModels, kind: Kind) -> None:
-    path = tiny_model(kind)
-    async with opened(path, ram=1) as engine:
-        for asked in (first(1), CROWD):
-            await engine.complete(asked)
-        done = await engine.complete(second(1))
-    assert done.cached_tokens == 0
-    assert done.text == await cold(path)
-
-
-async def test_without_the_kv_cache_there_are_no_tiers(
-    tiny_model: TinyModels, tmp_path: Path
-) -> None:
-    path = tiny_model("attention")
-    await leave_prefix(path, tmp_path)
+async def test_without_the_kv_cache_there_are_no_tiers(stored: Path, tmp_path: Path) -> None:
     files = {file: file.read_bytes() for file in files_in(tmp_path)}
-    async with opened(path, folder=tmp_path, ram=PLENTY, kv_cache=False) as engine:
+    async with opened(stored, folder=tmp_path, ram=PLENTY, kv_cache=False) as engine:
         for asked in (first(1), CROWD, second(1), second(1)):
             assert (await engine.complete(asked)).cached_tokens == 0
     assert {file: file.read_bytes() for file in files_in(tmp_path)} == files
 
 
-async def test_a_directory_that_cannot_be_is_as_none_with_one_warning(
-    tiny_model: TinyModels, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, folder = tiny_model("attention"), tmp_path / "file"
+def be_in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("in the way")
-    async with opened(path, folder=folder) as engine:
-        for seed in (1, 2, 3):
-            for asked in (first(seed), CROWD):
-                assert (await engine.complete(asked)).generated_tokens > 0
-    assert len(warnings(caplog, str(folder))) == 1
-    assert folder.read_text() == "in the way"
 
 
-async def test_a_full_disk_is_as_none_with_one_warning(
+def be_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+
+
+@pytest.mark.parametrize("trouble", [be_in_the_way, be_full])
+async def test_a_disk_that_takes_nothing_is_as_none_with_one_warning(
     tiny_model: TinyModels,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    trouble: Callable[[Path, pytest.MonkeyPatch], None],
 ) -> None:
-    def full(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    path = tiny_model("attention")
-    monkeypatch.setattr(os, "fsync", full)
-    async with opened(path, folder=tmp_path) as engine:
+    path, folder = tiny_model("attention"), tmp_path / "cache"
+    trouble(folder, monkeypatch)
+    async with opened(path, folder=folder) as engine:
         for seed in (1, 2, 3):
             for asked in (first(seed), CROWD):
                 assert (await engine.complete(asked)).generated_tokens > 0
         assert await engine.complete_text(second(1)) == await cold(path)
-    assert len(warnings(caplog, str(tmp_path))) == 1
-    assert all_files_in(tmp_path) == []
+    assert len(warnings(caplog, str(folder))) == 1
+    assert [file for file in folder.rglob("*") if file.is_file()] == []
