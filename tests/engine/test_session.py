@@ -28,10 +28,10 @@ from llamad_trio import (
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import StepResult, StepStatus
 from tests.models import DECODER_KINDS
-from tests.support import EXACT, held_steps, must_not_run, until, until_idle
+from tests.support import EXACT, held_steps, until, until_idle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
@@ -54,6 +54,12 @@ def opened(path: Path, n_ctx: int = 512, **settings: Any) -> AbstractAsyncContex
 async def exact(tiny_path: Path) -> AsyncIterator[Engine]:
     async with opened(tiny_path) as engine:
         yield engine
+
+
+@pytest.fixture
+async def session(exact: Engine) -> AsyncIterator[Session]:
+    async with exact.session() as session:
+        yield session
 
 
 def parts(error: ContextOverflow) -> tuple[str, int, int, int]:
@@ -79,6 +85,18 @@ async def said(session: Session, n: int = 16) -> str:
         return (await tokens.result()).text
 
 
+async def cancel_in_a_step(
+    monkeypatch: pytest.MonkeyPatch, prefill: Callable[[str], Awaitable[object]], text: str
+) -> None:
+    """Cancel it in the middle of its first step."""
+    with held_steps(monkeypatch) as steps:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(prefill, text)
+            await until(steps.begun.is_set)
+            nursery.cancel_scope.cancel()
+            steps.let_go()
+
+
 async def raw(engine: Engine, text: str, n: int = 16) -> str:
     """What a plain request says."""
     return await engine.complete_text(text, raw=True, max_tokens=n, temperature=0)
@@ -93,7 +111,7 @@ async def cold(path: Path, text: str, n: int = 16) -> str:
 # -- what statuses say ----------------------------------------------------------------------
 
 
-async def test_a_prefix_is_told_of_exactly(exact: Engine) -> None:
+async def test_a_prefix_is_told_of_exactly(exact: Engine, session: Session) -> None:
     n = len(await tokens_of(exact, PREFIX))
     common = {
         "resident": n,
@@ -102,61 +120,60 @@ async def test_a_prefix_is_told_of_exactly(exact: Engine) -> None:
         "token_hash": token_hash(await tokens_of(exact, PREFIX)),
         "manifest_digest": exact.info.identity,
     }
-    async with exact.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        assert attrs.asdict(status) == {"reused": 0, "dropped": 0, "prefilled": n, **common}
-        assert exact.stats().prefill_tokens == n
-        again = await session.ensure_prefix(PREFIX)
-        assert attrs.asdict(again) == {"reused": n, "dropped": 0, "prefilled": 0, **common}
-        assert exact.stats().prefill_tokens == n
+    status = await session.ensure_prefix(PREFIX)
+    assert attrs.asdict(status) == {"reused": 0, "dropped": 0, "prefilled": n, **common}
+    assert exact.stats().prefill_tokens == n
+    again = await session.ensure_prefix(PREFIX)
+    assert attrs.asdict(again) == {"reused": n, "dropped": 0, "prefilled": 0, **common}
+    assert exact.stats().prefill_tokens == n
 
 
-async def test_a_suffix_is_told_of_exactly(exact: Engine) -> None:
+async def test_a_suffix_is_told_of_exactly(exact: Engine, session: Session) -> None:
     n_prefix = len(await tokens_of(exact, PREFIX))
     n = len(await tokens_of(exact, PREFIX + SUFFIX))
-    async with exact.session() as session:
-        await session.ensure_prefix(PREFIX)
-        assert await session.prefill_suffix(SUFFIX) == SuffixStatus(
-            suffix=n - n_prefix,
-            prefix=n_prefix,
-            resident=n,
-            available=512 - n,
-            manifest_digest=exact.info.identity,
-        )
-        assert exact.stats().prefill_tokens == n
+    await session.ensure_prefix(PREFIX)
+    assert await session.prefill_suffix(SUFFIX) == SuffixStatus(
+        suffix=n - n_prefix,
+        prefix=n_prefix,
+        resident=n,
+        available=512 - n,
+        manifest_digest=exact.info.identity,
+    )
+    assert exact.stats().prefill_tokens == n
 
 
-async def test_another_prefix_keeps_what_begins_alike_and_drops_the_rest(exact: Engine) -> None:
+async def test_another_prefix_keeps_what_begins_alike_and_drops_the_rest(
+    exact: Engine, session: Session
+) -> None:
     other = PREFIX + "and a hat"
-    async with exact.session() as session:
-        await session.ensure_prefix(PREFIX)
-        n_prefix = len(await tokens_of(exact, PREFIX))
-        n_whole = len(await tokens_of(exact, PREFIX + SUFFIX))
-        await session.prefill_suffix(SUFFIX)
-        status = await session.ensure_prefix(other)
-        n_other = len(await tokens_of(exact, other))
-        assert (status.reused, status.dropped) == (n_prefix, n_whole - n_prefix)
-        assert (status.prefilled, status.resident) == (n_other - n_prefix, n_other)
-        none = await session.ensure_prefix("")
-        assert (none.reused, none.dropped, none.prefilled) == (1, n_other - 1, 0)  # BOS
-        assert none.byte_hash == sha256(b"")
+    await session.ensure_prefix(PREFIX)
+    n_prefix = len(await tokens_of(exact, PREFIX))
+    n_whole = len(await tokens_of(exact, PREFIX + SUFFIX))
+    await session.prefill_suffix(SUFFIX)
+    status = await session.ensure_prefix(other)
+    n_other = len(await tokens_of(exact, other))
+    assert (status.reused, status.dropped) == (n_prefix, n_whole - n_prefix)
+    assert (status.prefilled, status.resident) == (n_other - n_prefix, n_other)
+    none = await session.ensure_prefix("")
+    assert (none.reused, none.dropped, none.prefilled) == (1, n_other - 1, 0)  # BOS
+    assert none.byte_hash == sha256(b"")
 
 
-async def test_what_others_have_computed_is_reused(exact: Engine) -> None:
+async def test_what_others_have_computed_is_reused(exact: Engine, session: Session) -> None:
     await raw(exact, PREFIX + SUFFIX, 1)
     before = exact.stats().prefill_tokens
-    async with exact.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        assert (status.reused, status.prefilled) == (status.resident, 0)
-        await session.prefill_suffix(SUFFIX)
-        assert exact.stats().prefill_tokens == before
+    status = await session.ensure_prefix(PREFIX)
+    assert (status.reused, status.prefilled) == (status.resident, 0)
+    await session.prefill_suffix(SUFFIX)
+    assert exact.stats().prefill_tokens == before
 
 
-async def test_a_plain_request_reuses_what_a_session_has_computed(exact: Engine) -> None:
-    async with exact.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        done = await exact.complete(PREFIX + SUFFIX, raw=True, max_tokens=1)
-        assert done.cached_tokens == status.resident
+async def test_a_plain_request_reuses_what_a_session_has_computed(
+    exact: Engine, session: Session
+) -> None:
+    status = await session.ensure_prefix(PREFIX)
+    done = await exact.complete(PREFIX + SUFFIX, raw=True, max_tokens=1)
+    assert done.cached_tokens == status.resident
 
 
 @kinds
@@ -219,19 +236,6 @@ async def test_explain_leaves_no_gap_at_any_split(exact: Engine, prefix: str, su
     assert report.state == "suffix"
 
 
-async def test_explain_tells_what_the_pool_had_to_give_up(tiny_path: Path) -> None:
-    async with opened(tiny_path, 128) as engine, engine.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        expected = await said(session)
-        await engine.complete(Request([7] * 120, max_tokens=8))
-        report = session.explain()
-        assert report.resident < status.resident
-        assert report.segments[0].tokens == (0, status.resident)
-        assert await said(session) == expected  # computed again
-        again = await session.ensure_prefix(PREFIX)
-        assert again.resident == session.explain().resident == status.resident
-
-
 # -- where text meets text ------------------------------------------------------------------
 
 
@@ -248,15 +252,14 @@ async def test_a_split_inside_a_token_reads_as_the_whole(exact: Engine) -> None:
 
 
 @pytest.mark.usefixtures("smollm2_is_kept")
-async def test_a_real_model_reads_a_word_in_two_parts_as_one(smollm2_path: Path) -> None:
-    text = "1, 2, 3, 4, 5, 6, 7, 8,"
-    parts = "The qui", f"ck brown fox. {text}"
+async def test_without_a_bos_a_session_can_hold_nothing_and_all_of_a_prefix_can_be_read_anew(
+    smollm2_path: Path,
+) -> None:
     async with open_engine(smollm2_path, EXACT, n_ctx=256) as engine, engine.session() as session:
-        prefix = await session.ensure_prefix(parts[0])
-        suffix = await session.prefill_suffix(parts[1])
-        assert suffix.prefix < prefix.resident
-        assert suffix.resident == len(await engine.tokenize("".join(parts)))
-        assert await said(session, 12) == await raw(engine, "".join(parts), 12)
+        with pytest.raises(ProtocolError):  # nothing to go on from
+            await said(session)
+        assert (await session.ensure_prefix("")).resident == 0
+        assert session.explain().state == "empty"
         # Nothing at all of the prefix is left as a token: its bytes are told of all the same.
         await session.ensure_prefix("qui")
         status = await session.prefill_suffix("ck")
@@ -266,6 +269,7 @@ async def test_a_real_model_reads_a_word_in_two_parts_as_one(smollm2_path: Path)
             ("prefix", (0, 3), (0, 0)),
             ("suffix", (3, 5), (0, 1)),
         ]
+        assert await said(session, 12) == await raw(engine, "quick", 12)
 
 
 @kinds
@@ -332,35 +336,24 @@ async def test_a_template_that_writes_the_last_message_differently_is_followed(
 
 @pytest.mark.parametrize(("prefix", "suffix"), [([SYSTEM], "text"), ("text", [USER])])
 async def test_text_and_messages_do_not_mix(
-    exact: Engine, prefix: str | list[Message], suffix: str | list[Message]
+    session: Session, prefix: str | list[Message], suffix: str | list[Message]
 ) -> None:
-    async with exact.session() as session:
-        before = await session.ensure_prefix(prefix)
+    before = await session.ensure_prefix(prefix)
+    with pytest.raises(ProtocolError):
+        await session.prefill_suffix(suffix)
+    report = session.explain()
+    assert (report.state, report.resident) == ("prefix", before.resident)
+
+
+async def test_bad_text_is_refused_and_changes_nothing(exact: Engine, session: Session) -> None:
+    before = await session.ensure_prefix(PREFIX)
+    for bad in ("a\0b", "\ud800", [7], b"bytes", None):
         with pytest.raises(ProtocolError):
-            await session.prefill_suffix(suffix)
-        report = session.explain()
-        assert (report.state, report.resident) == ("prefix", before.resident)
-
-
-async def test_bad_text_is_refused_and_changes_nothing(exact: Engine) -> None:
-    async with exact.session() as session:
-        before = await session.ensure_prefix(PREFIX)
-        for bad in ("a\0b", "\ud800", [7], b"bytes", None):
-            with pytest.raises(ProtocolError):
-                await session.ensure_prefix(bad)  # type: ignore[arg-type]
-            with pytest.raises(ProtocolError):
-                await session.prefill_suffix(bad)  # type: ignore[arg-type]
-        assert session.explain().resident == before.resident
-        assert await said(session) == await raw(exact, PREFIX)
-
-
-@pytest.mark.usefixtures("smollm2_is_kept")
-async def test_nothing_to_go_on_from_is_refused(smollm2_path: Path) -> None:
-    async with open_engine(smollm2_path, EXACT, n_ctx=64) as engine, engine.session() as session:
+            await session.ensure_prefix(bad)  # type: ignore[arg-type]
         with pytest.raises(ProtocolError):
-            await said(session)
-        assert (await session.ensure_prefix("")).resident == 0
-        assert session.explain().state == "empty"
+            await session.prefill_suffix(bad)  # type: ignore[arg-type]
+    assert session.explain().resident == before.resident
+    assert await said(session) == await raw(exact, PREFIX)
 
 
 # -- what does not fit ----------------------------------------------------------------------
@@ -410,39 +403,27 @@ async def test_a_text_too_long_for_any_tokens_is_refused_unread(tiny_path: Path)
 
 
 async def test_a_cancelled_suffix_leaves_the_prefix(
-    exact: Engine, monkeypatch: pytest.MonkeyPatch
+    exact: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with exact.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        await session.prefill_suffix("and a hat")
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(session.prefill_suffix, SUFFIX)
-                await until(steps.begun.is_set)
-                nursery.cancel_scope.cancel()
-                steps.let_go()
-        report = session.explain()
-        assert (report.state, report.resident) == ("prefix", status.resident)
-        assert await said(session) == await raw(exact, PREFIX)
-        await session.prefill_suffix(SUFFIX)
-        assert await said(session) == await raw(exact, PREFIX + SUFFIX)
+    status = await session.ensure_prefix(PREFIX)
+    await session.prefill_suffix("and a hat")
+    await cancel_in_a_step(monkeypatch, session.prefill_suffix, SUFFIX)
+    report = session.explain()
+    assert (report.state, report.resident) == ("prefix", status.resident)
+    assert await said(session) == await raw(exact, PREFIX)
+    await session.prefill_suffix(SUFFIX)
+    assert await said(session) == await raw(exact, PREFIX + SUFFIX)
 
 
 async def test_a_cancelled_prefix_leaves_what_there_was(
-    exact: Engine, monkeypatch: pytest.MonkeyPatch
+    exact: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with exact.session() as session:
-        await session.ensure_prefix(PREFIX)
-        before = session.explain()
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(session.ensure_prefix, "another one altogether")
-                await until(steps.begun.is_set)
-                nursery.cancel_scope.cancel()
-                steps.let_go()
-        await until_idle(exact)
-        assert session.explain() == before
-        assert await said(session) == await raw(exact, PREFIX)
+    await session.ensure_prefix(PREFIX)
+    before = session.explain()
+    await cancel_in_a_step(monkeypatch, session.ensure_prefix, "another one altogether")
+    await until_idle(exact)
+    assert session.explain() == before
+    assert await said(session) == await raw(exact, PREFIX)
 
 
 @kinds
@@ -469,7 +450,7 @@ async def test_a_failed_suffix_leaves_the_prefix(
 
 
 async def test_no_room_for_a_batch_is_no_end_of_a_session(
-    exact: Engine, monkeypatch: pytest.MonkeyPatch
+    exact: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = 0
     step = LlamaRuntime.step
@@ -482,48 +463,41 @@ async def test_no_room_for_a_batch_is_no_end_of_a_session(
         runtime._arrange(plan.memory)
         return StepResult(status=StepStatus.NO_ROOM)
 
-    async with exact.session() as session:
-        await session.ensure_prefix(PREFIX)
-        monkeypatch.setattr(LlamaRuntime, "step", no_room_once)
-        await session.prefill_suffix(SUFFIX)
-        assert calls > 1
-        assert await said(session) == await raw(exact, PREFIX + SUFFIX)
+    await session.ensure_prefix(PREFIX)
+    monkeypatch.setattr(LlamaRuntime, "step", no_room_once)
+    await session.prefill_suffix(SUFFIX)
+    assert calls > 1
+    assert await said(session) == await raw(exact, PREFIX + SUFFIX)
 
 
 # -- the end --------------------------------------------------------------------------------
 
 
+USES: list[Callable[[Session], Awaitable[object]]] = [
+    lambda session: session.ensure_prefix(PREFIX),
+    lambda session: session.prefill_suffix(SUFFIX),
+    lambda session: session.decode().__aenter__(),
+    lambda session: session.fork().__aenter__(),
+]
+
+
 async def test_a_closed_session_takes_nothing_more(exact: Engine) -> None:
     async with exact.session() as session:
         await session.ensure_prefix(PREFIX)
-    with pytest.raises(trio.ClosedResourceError):
-        await session.ensure_prefix(PREFIX)
-    with pytest.raises(trio.ClosedResourceError):
-        await session.prefill_suffix(SUFFIX)
-    with pytest.raises(trio.ClosedResourceError):
-        session.decode()
-    with pytest.raises(trio.ClosedResourceError):
-        async with session.fork():
-            must_not_run("the block was entered")
+    for use in USES:
+        with pytest.raises(trio.ClosedResourceError):
+            await use(session)
     assert exact.stats().kv_used_tokens == 0
 
 
 async def test_a_session_outlives_its_engine_as_closed(tiny_path: Path) -> None:
-    manager: AbstractAsyncContextManager[Session]
     async with opened(tiny_path) as engine:
         manager = engine.session()
         session = await manager.__aenter__()
         await session.ensure_prefix(PREFIX)
-    with pytest.raises(EngineClosed):
-        await session.ensure_prefix(PREFIX)
-    with pytest.raises(EngineClosed):
-        await session.prefill_suffix(SUFFIX)
-    with pytest.raises(EngineClosed):
-        async with session.decode():
-            must_not_run("the block was entered")
-    with pytest.raises(EngineClosed):
-        async with session.fork():
-            must_not_run("the block was entered")
+    for use in USES:
+        with pytest.raises(EngineClosed):
+            await use(session)
     with pytest.raises(EngineClosed):
         engine.session()
     await manager.__aexit__(None, None, None)
@@ -608,7 +582,7 @@ async def test_a_prefill_cancelled_with_its_session_holds_nothing(
 
 
 async def test_two_tasks_in_one_session_wait_for_each_other(
-    exact: Engine, monkeypatch: pytest.MonkeyPatch
+    exact: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
 
@@ -617,56 +591,57 @@ async def test_two_tasks_in_one_session_wait_for_each_other(
         order.append(text)
         assert session.explain().segments[0].bytes == (0, len(text))
 
-    async with exact.session() as session:
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(prefill, session, PREFIX)
-                await until(steps.begun.is_set)
-                nursery.start_soon(prefill, session, "a hat")
-                await trio.testing.wait_all_tasks_blocked()
-                assert exact.stats().queued == 0
-                assert exact.stats().slots["prefill"] == 1
-                steps.let_go()
-        assert order == [PREFIX, "a hat"]
-        assert await said(session) == await raw(exact, "a hat")
+    with held_steps(monkeypatch) as steps:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(prefill, session, PREFIX)
+            await until(steps.begun.is_set)
+            nursery.start_soon(prefill, session, "a hat")
+            await trio.testing.wait_all_tasks_blocked()
+            assert exact.stats().queued == 0
+            assert exact.stats().slots["prefill"] == 1
+            steps.let_go()
+    assert order == [PREFIX, "a hat"]
+    assert await said(session) == await raw(exact, "a hat")
 
 
-async def test_a_fork_shares_the_cells_and_goes_its_own_way(exact: Engine) -> None:
-    async with exact.session() as session:
-        status = await session.ensure_prefix(PREFIX)
-        cells = exact.stats().kv_retained_tokens
-        computed = exact.stats().prefill_tokens
-        async with session.fork() as fork:
-            assert fork.explain().segments == session.explain().segments
-            assert fork.explain().resident == status.resident
-            await fork.prefill_suffix(SUFFIX)
-            await session.prefill_suffix("and a hat")
-            n_suffixes = sum(
-                [
-                    len(await tokens_of(exact, PREFIX + suffix)) - status.resident
-                    for suffix in (SUFFIX, "and a hat")
-                ]
-            )
-            stats = exact.stats()
-            assert stats.kv_retained_tokens == cells + n_suffixes
-            assert stats.prefill_tokens == computed + n_suffixes
-            assert await said(fork) == await raw(exact, PREFIX + SUFFIX)
-            assert await said(session) == await raw(exact, PREFIX + "and a hat")
-            await session.ensure_prefix("a hat")
-            assert await said(fork) == await raw(exact, PREFIX + SUFFIX)
-        assert await said(session) == await raw(exact, "a hat")
+async def test_a_fork_shares_the_cells_and_goes_its_own_way(
+    exact: Engine, session: Session
+) -> None:
+    status = await session.ensure_prefix(PREFIX)
+    cells = exact.stats().kv_retained_tokens
+    computed = exact.stats().prefill_tokens
+    async with session.fork() as fork:
+        assert fork.explain().segments == session.explain().segments
+        assert fork.explain().resident == status.resident
+        await fork.prefill_suffix(SUFFIX)
+        await session.prefill_suffix("and a hat")
+        n_suffixes = sum(
+            [
+                len(await tokens_of(exact, PREFIX + suffix)) - status.resident
+                for suffix in (SUFFIX, "and a hat")
+            ]
+        )
+        stats = exact.stats()
+        assert stats.kv_retained_tokens == cells + n_suffixes
+        assert stats.prefill_tokens == computed + n_suffixes
+        assert await said(fork) == await raw(exact, PREFIX + SUFFIX)
+        assert await said(session) == await raw(exact, PREFIX + "and a hat")
+        await session.ensure_prefix("a hat")
+        assert await said(fork) == await raw(exact, PREFIX + SUFFIX)
+    assert await said(session) == await raw(exact, "a hat")
 
 
-async def test_a_fork_of_a_suffix_can_go_back_to_its_prefix(exact: Engine) -> None:
-    async with exact.session() as session:
-        await session.ensure_prefix(PREFIX)
-        await session.prefill_suffix(SUFFIX)
-        async with session.fork() as fork:
-            assert fork.explain().state == "suffix"
-            await fork.prefill_suffix("and a hat")
-            assert await said(fork) == await raw(exact, PREFIX + "and a hat")
-        assert session.explain().state == "suffix"
-        assert await said(session) == await raw(exact, PREFIX + SUFFIX)
+async def test_a_fork_of_a_suffix_can_go_back_to_its_prefix(
+    exact: Engine, session: Session
+) -> None:
+    await session.ensure_prefix(PREFIX)
+    await session.prefill_suffix(SUFFIX)
+    async with session.fork() as fork:
+        assert fork.explain().state == "suffix"
+        await fork.prefill_suffix("and a hat")
+        assert await said(fork) == await raw(exact, PREFIX + "and a hat")
+    assert session.explain().state == "suffix"
+    assert await said(session) == await raw(exact, PREFIX + SUFFIX)
 
 
 async def test_a_fork_outlives_what_it_came_from(exact: Engine) -> None:
@@ -705,9 +680,13 @@ def crowd(n: int) -> list[Request]:
     return [Request([20 + i] * 60, max_tokens=1) for i in range(n)]
 
 
-async def test_what_a_session_holds_outlives_what_is_only_kept(tiny_path: Path) -> None:
+async def test_what_a_session_holds_outlives_others_and_failed_suffixes_that_went_on_from_it(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with opened(tiny_path, 256) as engine, engine.session() as session:
         status = await session.ensure_prefix(PREFIX)
+        await raw(engine, PREFIX + "and a hat", 1)
+        await cancel_in_a_step(monkeypatch, session.prefill_suffix, SUFFIX)
         for asked in crowd(12):
             await engine.complete(asked)
         assert session.explain().resident == status.resident
@@ -716,31 +695,21 @@ async def test_what_a_session_holds_outlives_what_is_only_kept(tiny_path: Path) 
         assert engine.stats().prefill_tokens == before
 
 
-async def test_a_prefix_is_still_held_after_others_and_failed_suffixes_went_on_from_it(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_a_session_holds_gives_way_to_what_runs_and_is_computed_again(
+    tiny_path: Path,
 ) -> None:
     async with opened(tiny_path, 256) as engine, engine.session() as session:
         status = await session.ensure_prefix(PREFIX)
-        await raw(engine, PREFIX + "and a hat", 1)
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(session.prefill_suffix, SUFFIX)
-                await until(steps.begun.is_set)
-                nursery.cancel_scope.cancel()
-                steps.let_go()
-        for asked in crowd(12):
-            await engine.complete(asked)
-        assert session.explain().resident == status.resident
-
-
-async def test_what_a_session_holds_gives_way_to_what_runs(tiny_path: Path) -> None:
-    async with opened(tiny_path, 256) as engine, engine.session() as session:
-        await session.ensure_prefix(PREFIX)
+        expected = await said(session)
         done = await engine.complete(Request([7] * 250, max_tokens=6))
         assert done.generated_tokens == 6
         assert engine.stats().preemptions == 0
-        assert session.explain().resident <= 1
-        assert (await session.ensure_prefix(PREFIX)).prefilled > 0
+        report = session.explain()
+        assert report.resident <= 1
+        assert report.segments[0].tokens == (0, status.resident)
+        assert await said(session) == expected
+        again = await session.ensure_prefix(PREFIX)
+        assert again.resident == session.explain().resident == status.resident
 
 
 async def test_what_a_closed_session_held_is_kept_like_all_else(tiny_path: Path) -> None:
