@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
@@ -24,7 +23,6 @@ from llamad_trio import (
     InferenceError,
     Lane,
     ModelLoadError,
-    PromptTooLong,
     ProtocolError,
     RemoteEngine,
     RestartPolicy,
@@ -34,14 +32,13 @@ from llamad_trio import (
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
-    RequestCancelled,
     RequestFailed,
     RequestFinished,
-    RequestQueued,
     StepDone,
 )
 from llamad_trio.isolation import handover as handover_module, isolation as isolation_module
 from llamad_trio.system.cores import physical_cores
+from tests.isolation.conftest import ROOT, children, exists, n_fds
 from tests.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher
 
@@ -50,91 +47,26 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine
 
-ROOT = Path(__file__).parents[2]
-
 HANG_S = 30
 
-LIVING = """
-import ctypes, os, sys, threading, time
-import trio
+DYING = """
+import ctypes, os, sys
 from llamad_trio.isolation import isolated
-from llamad_trio.isolation import isolated_engine
+from llamad_trio.llama.llama_runtime import LlamaRuntime
 
-def die():
-    {die}
+step, n_steps = LlamaRuntime.step, 0
 
-class Dies:
-    def __init__(self, engine): self._engine = engine
-    def __getattr__(self, name): return getattr(self._engine, name)
-    def stream_events(self, request): return dying(self._engine, request)
+def dying_step(runtime, plan):
+    global n_steps
+    n_steps += 1
+    if n_steps > 20:
+        {die}
+    return step(runtime, plan)
 
-import contextlib
-@contextlib.asynccontextmanager
-async def dying(engine, request):
-    async with engine.stream_events(request) as events:
-        class Events:
-            n = 0
-            def __aiter__(self): return self
-            async def __anext__(self):
-                self.n += 1
-                if self.n > 20: die()
-                return await events.receive()
-        yield Events()
-
-serve = isolated_engine.serve_listener
-async def serve_dying(engines, listener, **options):
-    await serve({{name: Dies(e) for name, e in engines.items()}}, listener, **options)
-isolated_engine.serve_listener = serve_dying
+LlamaRuntime.step = dying_step
 isolated.main()
 """
 """The process of an isolated engine that dies in the middle of a stream."""
-
-
-def children() -> list[int]:
-    """This process's children that have not been waited for."""
-    return [
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]
-
-
-def exists(pid: int) -> bool:
-    """Whether the process runs: not a zombie either."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def n_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.fixture(autouse=True)
-def no_child_is_left() -> object:
-    before = set(children())
-    yield
-    assert set(children()) <= before
-
-
-@pytest.fixture
-def child_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Run another program as the engine's process."""
-
-    def use(program: str) -> None:
-        script = tmp_path / "child.py"
-        script.write_text(program)
-        monkeypatch.setattr(isolation_module, "COMMAND", (sys.executable, str(script)))
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    return use
-
-
-async def isolated_child(before: set[int]) -> int:
-    (pid,) = set(children()) - before
-    return pid
 
 
 # -- as an engine -------------------------------------------------------------------------
@@ -185,10 +117,9 @@ async def test_a_cancelled_load_leaves_nothing(tiny_path: Path) -> None:
 
 
 async def test_a_killed_process_is_an_error_of_block_and_request_and_ends_the_events(
-    tiny_path: Path,
+    tiny_path: Path, child: Callable[[], int]
 ) -> None:
     watcher = Watcher()
-    before = set(children())
     async with trio.open_nursery() as nursery:
         with pytest.raises(EngineCrashed) as caught:
             async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
@@ -196,7 +127,7 @@ async def test_a_killed_process_is_an_error_of_block_and_request_and_ends_the_ev
                 async with engine.stream("x", max_tokens=ENDLESS) as pieces:
                     await pieces.receive()
                     await until(lambda: bool(watcher.all(FirstToken)))
-                    os.kill(await isolated_child(before), signal.SIGKILL)
+                    os.kill(child(), signal.SIGKILL)
                     with pytest.raises(EngineCrashed) as of_request:
                         async for _ in pieces:
                             pass
@@ -221,7 +152,7 @@ async def test_a_killed_process_is_an_error_of_block_and_request_and_ends_the_ev
 async def test_however_it_dies_in_mid_stream(
     tiny_path: Path, child_of: Callable[[str], None], die: str, status: int
 ) -> None:
-    child_of(LIVING.format(die=die))
+    child_of(DYING.format(die=die))
     with pytest.raises(EngineCrashed) as caught:
         async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
             async with engine.stream("x", max_tokens=ENDLESS) as pieces:
@@ -236,12 +167,11 @@ async def test_however_it_dies_in_mid_stream(
 
 
 async def test_a_process_that_hangs_is_killed_when_the_block_ends(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[], int]
 ) -> None:
     monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
-    before = set(children())
     async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-        os.kill(await isolated_child(before), signal.SIGSTOP)
+        os.kill(child(), signal.SIGSTOP)
         with trio.move_on_after(0.2) as scope:
             await engine.complete("x")
         assert scope.cancelled_caught
@@ -298,11 +228,12 @@ async def test_a_process_that_is_gone_before_it_is_told_anything_is_a_typed_erro
                 must_not_run("opened")
 
 
-async def test_a_request_to_a_process_that_has_just_ended_says_so(tiny_path: Path) -> None:
-    before = set(children())
+async def test_a_request_to_a_process_that_has_just_ended_says_so(
+    tiny_path: Path, child: Callable[[], int]
+) -> None:
     with pytest.raises(EngineCrashed):
         async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
-            pid = await isolated_child(before)
+            pid = child()
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222  (Trio is not to know)
             with pytest.raises(EngineCrashed):
@@ -357,10 +288,9 @@ async def test_a_stream_that_nobody_reads_does_not_hold_up_the_end(
 
 
 async def test_a_process_that_hangs_when_it_is_unloaded_has_not_crashed(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[], int]
 ) -> None:
     monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
-    before = set(children())
     specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
     async with (
         open_models(specs) as models,
@@ -368,7 +298,7 @@ async def test_a_process_that_hangs_when_it_is_unloaded_has_not_crashed(
         models.stream("x", max_tokens=ENDLESS) as pieces,
     ):
         await pieces.receive()
-        os.kill(await isolated_child(before), signal.SIGSTOP)
+        os.kill(child(), signal.SIGSTOP)
         nursery.start_soon(models.unload, "a")
         with pytest.raises(EngineClosed):
             await pieces.result()
@@ -379,19 +309,24 @@ async def test_it_looks_after_its_parent_before_it_imports_much() -> None:
     await trio.run_process([sys.executable, "-c", program], cwd=ROOT)
 
 
-async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> None:
+async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
+    tiny_path: Path,
+) -> None:
     program = textwrap.dedent(
         f"""
-        import trio
-        from pathlib import Path
+        import os, time, trio
         from llamad_trio import open_engine
-        from tests.isolation.test_isolation import children
+        from tests.isolation.conftest import children
 
         async def main():
             async with open_engine({str(tiny_path)!r}, isolation="process", n_threads=1, n_threads_batch=1) as eng:
+                (engine,) = children()
+                if (fork := os.fork()) == 0:
+                    time.sleep({HANG_S})
+                    os._exit(0)
                 async with eng.stream("x", max_tokens=10**6) as pieces:
                     await pieces.receive()
-                    print(*children(), flush=True)
+                    print(f"{{engine}} {{fork}}", flush=True)
                     await trio.sleep_forever()
 
         trio.run(main)
@@ -401,39 +336,8 @@ async def test_the_process_does_not_outlive_a_killed_parent(tiny_path: Path) -> 
         [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
     )
     assert parent.stdout is not None
-    (pid,) = map(int, (await parent.stdout.receive_some()).split())
-    assert exists(pid)
-    parent.kill()
-    await parent.wait()
-    await until(lambda: not exists(pid))
-
-
-async def test_the_process_ends_with_its_parent_whatever_the_parent_has_forked(
-    tiny_path: Path,
-) -> None:
-    program = textwrap.dedent(
-        f"""
-        import os, time, trio
-        from llamad_trio import open_engine
-        from tests.isolation.test_isolation import children
-
-        async def main():
-            async with open_engine({str(tiny_path)!r}, isolation="process"):
-                (engine,) = children()
-                if (fork := os.fork()) == 0:
-                    time.sleep({HANG_S})
-                    os._exit(0)
-                print(f"{{engine}} {{fork}}", flush=True)
-                await trio.sleep_forever()
-
-        trio.run(main)
-        """
-    )
-    parent = await trio.lowlevel.open_process(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert parent.stdout is not None
     engine, fork = map(int, (await parent.stdout.receive_some()).split())
+    assert exists(engine)
     parent.kill()
     await parent.wait()
     await until(lambda: not exists(engine))
@@ -516,7 +420,7 @@ async def test_without_descriptors_it_is_a_typed_error_and_the_engine_goes_on(
 
 
 async def test_a_crash_is_one_models_affair_its_events_tell_of_it_and_it_comes_back(
-    tiny_path: Path,
+    tiny_path: Path, child: Callable[[], int]
 ) -> None:
     watcher = Watcher()
     specs = {
@@ -524,7 +428,6 @@ async def test_a_crash_is_one_models_affair_its_events_tell_of_it_and_it_comes_b
         "here": EngineSpec(tiny_path, ONE_THREAD),
     }
     policy = RestartPolicy(first_delay_s=0.01)
-    before = set(children())
     async with trio.open_nursery() as nursery, open_models(specs, restart=policy) as models:
         await nursery.start(watcher.run, models["apart"])
         async with models["here"].stream("x", max_tokens=ENDLESS) as beside:
@@ -532,7 +435,7 @@ async def test_a_crash_is_one_models_affair_its_events_tell_of_it_and_it_comes_b
                 async with models["apart"].stream("x", max_tokens=ENDLESS) as pieces:
                     await pieces.receive()
                     await until(lambda: bool(watcher.all(FirstToken)))
-                    os.kill(await isolated_child(before), signal.SIGKILL)
+                    os.kill(child(), signal.SIGKILL)
                     await pieces.result()
             done = await models["apart"].complete("x", max_tokens=3)
             assert done.generated_tokens == 3
@@ -546,122 +449,6 @@ async def test_a_crash_is_one_models_affair_its_events_tell_of_it_and_it_comes_b
         *("RequestFailed", "EngineStopped", "EngineFailed", "EngineLoaded", "EngineRestarted"),
         *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped"),
     ]
-
-
-@pytest.mark.parametrize("isolation", [None, "process"])
-async def test_its_events_are_those_of_an_engine_of_this_process(
-    tiny_path: Path, isolation: Literal["process"] | None
-) -> None:
-    watcher = Watcher()
-    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation=isolation)}
-    async with trio.open_nursery() as nursery, open_models(specs) as models:
-        await nursery.start(watcher.run, models)
-        await models.wait_ready("a")
-        began = trio.current_time()
-        await models.complete("x", max_tokens=2)
-        ended = trio.current_time()
-        async with models.stream("y", max_tokens=ENDLESS) as pieces:
-            await pieces.receive()
-        await until(lambda: bool(watcher.all(RequestCancelled)))
-        with pytest.raises(PromptTooLong):
-            await models.complete("x" * 8000)
-        async with models.stream("z", max_tokens=ENDLESS) as pieces:
-            await pieces.receive()
-            await until(lambda: len(watcher.all(FirstToken)) == 3)
-            await models.unload("a")
-    assert [type(e).__name__ for e in watcher.events if not isinstance(e, StepDone)] == [
-        "EngineLoaded",
-        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"),
-        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestCancelled"),
-        *("RequestQueued", "RequestFailed"),
-        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestFailed"),
-        "EngineStopped",
-    ]
-    assert {event.engine for event in watcher.events} == {"a"}
-    assert all(began <= event.time <= ended for event in watcher.of(1))
-    assert [type(event.error) for event in watcher.all(RequestFailed)] == [
-        PromptTooLong,
-        EngineClosed,
-    ]
-    assert watcher.all(EngineStopped)[0].reason is None
-
-
-@pytest.mark.parametrize("how", ["unload", "remove", "leave"])
-async def test_a_request_that_is_complete_is_told_so_however_soon_its_engine_ends(
-    tiny_path: Path, how: str
-) -> None:
-    watcher = Watcher()
-    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
-    async with trio.open_nursery() as nursery, open_models(specs) as models:
-        await models.wait_ready("a")
-        await nursery.start(watcher.run, models)
-        await models.complete("x", max_tokens=2)
-        if how == "unload":
-            await models.unload("a")
-        elif how == "remove":
-            await models.remove("a")
-    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
-    assert told == [
-        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped")
-    ]
-
-
-@pytest.mark.parametrize("isolation", [None, "process"])
-async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
-    tiny_path: Path, isolation: Literal["process"] | None
-) -> None:
-    watcher = Watcher()
-    async with (
-        trio.open_nursery() as nursery,
-        open_engine(tiny_path, ONE_THREAD, isolation=isolation) as engine,
-    ):
-        await nursery.start(watcher.run, engine)
-        async with engine.events() as late, engine.stream("x", max_tokens=ENDLESS) as pieces:
-            await pieces.receive()
-            assert isinstance(await late.receive(), RequestQueued)
-        await until(lambda: bool(watcher.all(RequestCancelled)))
-    told = [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
-    assert told == [
-        *("RequestQueued", "RequestStarted", "FirstToken", "RequestCancelled", "EngineStopped")
-    ]
-
-
-who: ContextVar[str] = ContextVar("who")
-
-
-async def test_its_events_have_the_context_of_who_asked(tiny_path: Path) -> None:
-    watcher = Watcher()
-    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
-    before = set(children())
-
-    async def ask(name: str, max_tokens: int) -> None:
-        who.set(name)
-        await models.complete(name, max_tokens=max_tokens)
-
-    async def crash() -> None:
-        who.set("crash")
-        with pytest.raises(EngineCrashed):
-            async with models.stream("x", max_tokens=ENDLESS) as pieces:
-                await until(lambda: len(watcher.all(RequestQueued)) == 3)
-                os.kill(await isolated_child(before), signal.SIGKILL)
-                await pieces.result()
-
-    async with trio.open_nursery() as nursery, open_models(specs) as models:
-        await models.wait_ready("a")
-        await nursery.start(watcher.run, models)
-        async with trio.open_nursery() as users:
-            users.start_soon(ask, "one", 2)
-            users.start_soon(ask, "two", 3)
-        await until(lambda: len(watcher.all(RequestFinished)) == 2)
-        await crash()
-
-    def asked(event: RequestQueued | RequestFinished | RequestFailed) -> str | None:
-        return None if event.context is None else event.context.get(who)
-
-    assert sorted(map(str, map(asked, watcher.all(RequestQueued)))) == ["crash", "one", "two"]
-    finished = {event.generated_tokens: asked(event) for event in watcher.all(RequestFinished)}
-    assert finished == {2: "one", 3: "two"}
-    assert list(map(asked, watcher.all(RequestFailed))) == ["crash"]
 
 
 SCRIPTED = """
@@ -683,17 +470,16 @@ isolated.main()
 
 @pytest.mark.parametrize("n", [3, pytest.param(200, marks=pytest.mark.slow)])
 async def test_restarts_leak_nothing(
-    child_of: Callable[[str], None], n: int, tmp_path: Path
+    child_of: Callable[[str], None], n: int, tmp_path: Path, child: Callable[[], int]
 ) -> None:
     child_of(SCRIPTED)
     policy = RestartPolicy(first_delay_s=0.0, max_restarts=1000)
-    before = set(children())
     fds = []
     specs = {"a": EngineSpec(tmp_path / "scripted", isolation="process")}
     async with open_models(specs, restart=policy) as models:
         for _ in range(n):
             assert await models.complete_text("x") == "hello"
             fds.append(n_fds())
-            os.kill(await isolated_child(before), signal.SIGKILL)
+            os.kill(child(), signal.SIGKILL)
             await until(lambda: models.state("a") != "ready")
     assert max(fds[2:]) <= max(fds[:2])

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import trio
 import trio.testing
 
-from llamad_trio import Disconnected, EngineClosed, InferenceError, LlamadError
+from llamad_trio import (
+    Disconnected,
+    EngineClosed,
+    EngineCrashed,
+    EngineSpec,
+    InferenceError,
+    LlamadError,
+    PromptTooLong,
+    open_engine,
+    open_models,
+)
 from llamad_trio.core.engine_events import (
     EngineStopped,
     FirstToken,
     Lagged,
     RequestCancelled,
     RequestFailed,
+    RequestFinished,
     RequestQueued,
+    StepDone,
 )
 from llamad_trio.isolation.relay import EventRelay, OpenEvents
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.watch.broadcast import Broadcast
-from tests.support import must_not_run
+from tests.support import ENDLESS, ONE_THREAD, must_not_run, until
+from tests.watch.support import Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from llamad_trio.core.engine_events import EngineEvent
 
@@ -195,3 +212,126 @@ async def test_nobody_waits_for_an_engine_that_is_gone(is_orderly: bool) -> None
             async with here.subscribe() as reader:
                 here.publish(queued(1))
                 assert await reader.receive() == queued(1)  # the stop is not its to tell
+
+
+# -- of isolated engines ---------------------------------------------------------------------
+
+
+def names(watcher: Watcher) -> list[str]:
+    """Of the events it has seen, but for steps."""
+    return [type(event).__name__ for event in watcher.events if not isinstance(event, StepDone)]
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_its_events_are_those_of_an_engine_of_this_process(
+    tiny_path: Path, isolation: Literal["process"] | None
+) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation=isolation)}
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await nursery.start(watcher.run, models)
+        await models.wait_ready("a")
+        began = trio.current_time()
+        await models.complete("x", max_tokens=2)
+        ended = trio.current_time()
+        async with models.stream("y", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+        await until(lambda: bool(watcher.all(RequestCancelled)))
+        with pytest.raises(PromptTooLong):
+            await models.complete("x" * 8000)
+        async with models.stream("z", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+            await until(lambda: len(watcher.all(FirstToken)) == 3)
+            await models.unload("a")
+    assert names(watcher) == [
+        "EngineLoaded",
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished"),
+        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestCancelled"),
+        *("RequestQueued", "RequestFailed"),
+        *("RequestQueued", "RequestStarted", "PrefixReused", "FirstToken", "RequestFailed"),
+        "EngineStopped",
+    ]
+    assert {event.engine for event in watcher.events} == {"a"}
+    assert all(began <= event.time <= ended for event in watcher.of(1))
+    assert [type(event.error) for event in watcher.all(RequestFailed)] == [
+        PromptTooLong,
+        EngineClosed,
+    ]
+    assert watcher.all(EngineStopped)[0].reason is None
+
+
+@pytest.mark.parametrize("how", ["unload", "remove", "leave"])
+async def test_a_request_that_is_complete_is_told_so_however_soon_its_engine_ends(
+    tiny_path: Path, how: str
+) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await models.wait_ready("a")
+        await nursery.start(watcher.run, models)
+        await models.complete("x", max_tokens=2)
+        if how == "unload":
+            await models.unload("a")
+        elif how == "remove":
+            await models.remove("a")
+    assert names(watcher) == [
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestFinished", "EngineStopped")
+    ]
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+async def test_events_of_an_engine_that_was_opened_alone_end_with_it(
+    tiny_path: Path, isolation: Literal["process"] | None
+) -> None:
+    watcher = Watcher()
+    async with (
+        trio.open_nursery() as nursery,
+        open_engine(tiny_path, ONE_THREAD, isolation=isolation) as engine,
+    ):
+        await nursery.start(watcher.run, engine)
+        async with engine.events() as late, engine.stream("x", max_tokens=ENDLESS) as pieces:
+            await pieces.receive()
+            assert isinstance(await late.receive(), RequestQueued)
+        await until(lambda: bool(watcher.all(RequestCancelled)))
+    assert names(watcher) == [
+        *("RequestQueued", "RequestStarted", "FirstToken", "RequestCancelled", "EngineStopped")
+    ]
+
+
+who: ContextVar[str] = ContextVar("who")
+
+
+async def test_its_events_have_the_context_of_who_asked(
+    tiny_path: Path, child: Callable[[], int]
+) -> None:
+    watcher = Watcher()
+    specs = {"a": EngineSpec(tiny_path, ONE_THREAD, isolation="process")}
+
+    async def ask(name: str, max_tokens: int) -> None:
+        who.set(name)
+        await models.complete(name, max_tokens=max_tokens)
+
+    async def crash() -> None:
+        who.set("crash")
+        with pytest.raises(EngineCrashed):
+            async with models.stream("x", max_tokens=ENDLESS) as pieces:
+                await until(lambda: len(watcher.all(RequestQueued)) == 3)
+                os.kill(child(), signal.SIGKILL)
+                await pieces.result()
+
+    async with trio.open_nursery() as nursery, open_models(specs) as models:
+        await models.wait_ready("a")
+        await nursery.start(watcher.run, models)
+        async with trio.open_nursery() as users:
+            users.start_soon(ask, "one", 2)
+            users.start_soon(ask, "two", 3)
+        await until(lambda: len(watcher.all(RequestFinished)) == 2)
+        await crash()
+
+    def asked(event: RequestQueued | RequestFinished | RequestFailed) -> str | None:
+        return None if event.context is None else event.context.get(who)
+
+    assert sorted(map(str, map(asked, watcher.all(RequestQueued)))) == ["crash", "one", "two"]
+    finished = {event.generated_tokens: asked(event) for event in watcher.all(RequestFinished)}
+    assert finished == {2: "one", 3: "two"}
+    assert list(map(asked, watcher.all(RequestFailed))) == ["crash"]
