@@ -24,14 +24,7 @@ class SomeLane:
     def hosted(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
-    async def run(
-        self,
-        job: Callable[[], T],
-        *,
-        abort: Callable[[], None],
-        engine: object = None,
-        weight: int = 1,
-    ) -> T:
+    async def run(self, job: Callable[[], T], **_: object) -> T:
         return job()
 
 
@@ -70,46 +63,33 @@ def test_nan_is_the_default() -> None:
     assert EngineConfig(step_target_s=math.nan).step_target_s == 0.1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("n_slots", True),
-        ("n_slots", None),
-        ("n_ctx", "4096"),
-        ("n_threads", 2.0),
-        ("kv_cache", 1),
-        ("use_mlock", None),
-        ("flash_attn", "on"),
-        ("split_mode", "rows"),
-        ("type_k", "q3_0"),
-        ("type_v", 8),
-        ("tensor_split", "1,2"),
-        ("tensor_split", b"12"),
-        ("tensor_split", ["1"]),
-        ("tensor_split", 1.0),
-        ("lane", "mine"),
-        ("lane", 3),
-    ],
-)
-def test_a_wrong_type_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(ProtocolError, match=field):
-        EngineConfig(**{field: value})  # type: ignore[arg-type]
+BAD_VALUES: dict[str, list[Any]] = {
+    "n_slots": [True, None],
+    "n_ctx": ["4096"],
+    "n_threads": [2.0],
+    "kv_cache": [1],
+    "use_mlock": [None],
+    "flash_attn": ["on"],
+    "split_mode": ["rows"],
+    "type_k": ["q3_0"],
+    "type_v": [8],
+    "tensor_split": ["1,2", b"12", ["1"], 1.0],
+    "lane": ["mine", 3],
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("split_mode", "row"),
-        ("type_k", "q8_0"),
-        ("type_v", "f16"),
-        ("flash_attn", None),
-        ("flash_attn", False),
-        ("use_mmap", None),
-        ("lane", "own"),
-    ],
-)
-def test_what_is_passed_to_llama_cpp_is_kept(field: str, value: Any) -> None:
-    assert getattr(EngineConfig(**{field: value}), field) == value
+@pytest.mark.parametrize("field", BAD_VALUES)
+def test_what_a_setting_cannot_be_is_refused_by_name(field: str) -> None:
+    for value in BAD_VALUES[field]:
+        with pytest.raises(ProtocolError, match=field):
+            EngineConfig(**{field: value})
+
+
+def test_what_is_passed_to_llama_cpp_is_kept() -> None:
+    kept: dict[str, list[Any]] = {"flash_attn": [None, False], "use_mmap": [None], "lane": ["own"]}
+    for field, values in (kept | {"split_mode": ["row"], "type_k": ["q8_0"]}).items():
+        for value in values:
+            assert getattr(EngineConfig(**{field: value}), field) == value
 
 
 def test_shares_become_numbers() -> None:
@@ -201,14 +181,13 @@ def test_what_is_out_of_range_is_clamped_without_a_word(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("word", ["1", "true", "YES", "On", " true "])
-def test_words_for_true(word: str) -> None:
-    assert EngineConfig.from_env({"LLAMAD_KV_CACHE": word}).kv_cache is True
+WORDS = {True: ["1", "true", "YES", "On", " true "], False: ["0", "false", "NO", "Off", " no\n"]}
 
 
-@pytest.mark.parametrize("word", ["0", "false", "NO", "Off", " no\n"])
-def test_words_for_false(word: str) -> None:
-    assert EngineConfig.from_env({"LLAMAD_KV_CACHE": word}).kv_cache is False
+@pytest.mark.parametrize("value", WORDS)
+def test_words_for_true_and_false(value: bool) -> None:
+    for word in WORDS[value]:
+        assert EngineConfig.from_env({"LLAMAD_KV_CACHE": word}).kv_cache is value
 
 
 # -- what depends on the model and the machine --------------------------------------------
@@ -219,45 +198,31 @@ def resolved(*, n_ctx_train: int = 2048, n_cores: int = 6, **fields: Any) -> Eng
 
 
 @pytest.mark.parametrize(
-    ("asked", "trained", "n_ctx"),
-    [(None, 2048, 2048), (None, 131_072, 4096), (None, 0, 4096), (9000, 2048, 9000), (10, 0, 10)],
-)
-def test_the_pool_is_4096_tokens_or_what_the_model_was_trained_for(
-    asked: int | None, trained: int, n_ctx: int
-) -> None:
-    assert resolved(n_ctx=asked, n_ctx_train=trained).n_ctx == n_ctx
-
-
-@pytest.mark.parametrize(
-    ("fields", "threads"),
+    ("given", "then"),
     [
-        ({}, (6, 6)),
-        ({"n_threads": 2}, (2, 6)),
-        ({"n_threads_batch": 3}, (6, 3)),
-        ({"n_threads": 2, "n_threads_batch": 4}, (2, 4)),
+        # The pool: 4096 tokens, or what the model was trained for.
+        ({}, {"n_ctx": 2048}),
+        ({"n_ctx_train": 131_072}, {"n_ctx": 4096}),
+        ({"n_ctx_train": 0}, {"n_ctx": 4096}),
+        ({"n_ctx": 9000}, {"n_ctx": 9000}),
+        ({"n_ctx": 10, "n_ctx_train": 0}, {"n_ctx": 10}),
+        # Threads: the cores, as many as llama.cpp takes.
+        ({}, {"n_threads": 6, "n_threads_batch": 6}),
+        ({"n_threads": 2}, {"n_threads": 2, "n_threads_batch": 6}),
+        ({"n_threads_batch": 3}, {"n_threads": 6, "n_threads_batch": 3}),
+        ({"n_threads": 2, "n_threads_batch": 4}, {"n_threads": 2, "n_threads_batch": 4}),
+        ({"n_cores": 1000}, {"n_threads": 256, "n_threads_batch": 256}),
+        # Slots: as many as llama.cpp allows; a step has room for a token of each.
+        ({"n_slots": 500}, {"n_slots": 256}),
+        ({"n_batch": 1, "n_slots": 8}, {"n_batch": 8}),
+        ({"n_batch": 512, "n_slots": 8}, {"n_batch": 512}),
     ],
 )
-def test_threads_are_the_cores_unless_told(
-    fields: dict[str, int], threads: tuple[int, int]
+def test_what_is_not_given_is_what_the_model_and_the_machine_allow(
+    given: dict[str, int], then: dict[str, int]
 ) -> None:
-    config = resolved(**fields)
-    assert (config.n_threads, config.n_threads_batch) == threads
-
-
-def test_more_cores_than_llama_cpp_takes_threads_are_clamped() -> None:
-    config = resolved(n_cores=1000)
-    assert (config.n_threads, config.n_threads_batch) == (256, 256)
-
-
-def test_slots_are_no_more_than_llama_cpp_allows() -> None:
-    assert resolved(n_slots=500).n_slots == 256
-
-
-@pytest.mark.parametrize(("n_batch", "n_slots", "expected"), [(1, 8, 8), (512, 8, 512)])
-def test_a_step_has_room_for_a_token_of_every_slot(
-    n_batch: int, n_slots: int, expected: int
-) -> None:
-    assert resolved(n_batch=n_batch, n_slots=n_slots).n_batch == expected
+    config = resolved(**given)
+    assert {field: getattr(config, field) for field in then} == then
 
 
 def test_everything_else_stays_and_a_second_time_changes_nothing() -> None:
