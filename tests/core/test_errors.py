@@ -32,68 +32,40 @@ from llamad_trio.core.errors import (
     UnsupportedFeature,
 )
 
-EXAMPLES: list[tuple[LlamadError, dict[str, Any], str]] = [
+CRASHED = {"status": -9, "last_log_lines": ("first", "last")}
+EXHAUSTED = {"model": "a", "failures": (Failure(1.0, "one"), Failure(3.5, "two"))}
+NO_MEMORY = {"required": 3 << 30, "available": 1 << 30, "held_by": {"a": 512 << 20}}
+OVERFLOW = {"stage": "decode", "resident_tokens": 60, "additional_tokens": 5, "n_ctx": 64}
+
+# Fields in the order in which an error takes them.
+KINDS: list[tuple[type[LlamadError], dict[str, Any], str]] = [
+    (ModelLoadError, {"path": "a.gguf", "reason": "no"}, "cannot load model 'a.gguf': no"),
+    (Busy, {"queued": 3, "max_queue": 2}, "busy: 3 requests are waiting, the limit is 2"),
+    (PromptTooLong, {"tokens": 9, "budget": 8}, "prompt too long: 9 tokens, at most 8 fit"),
+    (IncompleteOutput, {"text": '{"a": '}, "the output is incomplete after 6 characters"),
     (
-        ModelLoadError("a.gguf", "no such file"),
-        {"path": "a.gguf", "reason": "no such file"},
-        "cannot load model 'a.gguf': no such file",
-    ),
-    (
-        Busy(3, 2),
-        {"queued": 3, "max_queue": 2},
-        "busy: 3 requests are waiting, the limit is 2",
-    ),
-    (
-        PromptTooLong(90, 80),
-        {"tokens": 90, "budget": 80},
-        "prompt too long: 90 tokens, at most 80 fit",
-    ),
-    (
-        IncompleteOutput('{"a": '),
-        {"text": '{"a": '},
-        "the output is incomplete after 6 characters",
-    ),
-    (
-        ContextOverflow("decode", 60, 5, 64),
-        {"stage": "decode", "resident_tokens": 60, "additional_tokens": 5, "n_ctx": 64},
+        ContextOverflow,
+        OVERFLOW,
         "context overflow in decode: 60 tokens resident, 5 more do not fit in 64",
     ),
-    (ProtocolError("bad role"), {"reason": "bad role"}, "invalid request: bad role"),
+    (ProtocolError, {"reason": "bad role"}, "invalid request: bad role"),
+    (UnsupportedFeature, {"feature": "x", "reason": "y"}, "x is not supported: y"),
+    (InferenceError, {"reason": "NaN"}, "inference: NaN"),
+    (SessionFatal, {"reason": "lost count"}, "engine stopped: lost count"),
+    (EngineClosed, {}, "the engine is closed"),
+    (Disconnected, {}, "the other side disconnected"),
+    (SocketUnavailable, {"path": "/x", "reason": "nobody"}, "socket '/x': nobody"),
+    (ConfigError, {"path": "d.toml", "where": "a.b", "reason": "wrong"}, "d.toml: a.b: wrong"),
+    (EngineCrashed, CRASHED, "the engine's process ended with signal 9; its last words: last"),
     (
-        UnsupportedFeature("embeddings", "a decoder"),
-        {"feature": "embeddings", "reason": "a decoder"},
-        "embeddings is not supported: a decoder",
-    ),
-    (InferenceError("NaN"), {"reason": "NaN"}, "inference: NaN"),
-    (SessionFatal("lost count"), {"reason": "lost count"}, "engine stopped: lost count"),
-    (EngineClosed(), {}, "the engine is closed"),
-    (Disconnected(), {}, "the other side disconnected"),
-    (
-        SocketUnavailable("/tmp/x", "nobody listens there"),
-        {"path": "/tmp/x", "reason": "nobody listens there"},
-        "socket '/tmp/x': nobody listens there",
-    ),
-    (
-        ConfigError("d.toml", "models.a.n_ctx", "wrong"),
-        {"path": "d.toml", "where": "models.a.n_ctx", "reason": "wrong"},
-        "d.toml: models.a.n_ctx: wrong",
-    ),
-    (
-        EngineCrashed(-9, ("first", "last")),
-        {"status": -9, "last_log_lines": ("first", "last")},
-        "the engine's process ended with signal 9; its last words: last",
-    ),
-    (
-        RestartsExhausted("a", (Failure(1.0, "one"), Failure(3.5, "two"))),
-        {"model": "a", "failures": (Failure(1.0, "one"), Failure(3.5, "two"))},
+        RestartsExhausted,
+        EXHAUSTED,
         "model 'a' failed 2 times: 2.5 s before: one; 0.0 s before: two",
     ),
-    (
-        InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20}),
-        {"required": 3 << 30, "available": 1 << 30, "held_by": {"a": 512 << 20}},
-        str(InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20})),
-    ),
+    (InsufficientMemory, NO_MEMORY, str(InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20}))),
 ]
+
+EXAMPLES = [(kind(*fields.values()), fields, message) for kind, fields, message in KINDS]
 
 every_error = pytest.mark.parametrize(
     ("error", "fields", "message"), EXAMPLES, ids=[type(e).__name__ for e, _, _ in EXAMPLES]
