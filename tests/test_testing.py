@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from llamad_trio import Engine, EngineClosed, InferenceError, ProtocolError, SessionFatal
+from llamad_trio import Engine, EngineClosed, InferenceError, SessionFatal
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 
 
@@ -97,27 +97,6 @@ async def test_preempted_and_slow_requests_keep_their_text(
                 nursery.start_soon(one, prompt)
         assert eng.stats().preemptions > 0
     assert texts == {prompt: prompt * 3 for prompt in prompts}
-
-
-async def test_a_model_without_template_wants_raw(autojump_clock: trio.testing.MockClock) -> None:
-    async with open_scripted_engine(ScriptedModel("x", chat_template=None)) as eng:
-        with pytest.raises(ProtocolError, match="raw=True"):
-            await eng.complete("a")
-        assert await eng.complete_text("a", raw=True) == "x"
-
-
-async def test_a_stream_closed_in_its_block_stops_the_work(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
-    async with open_scripted_engine(ScriptedModel("x" * 1000, decode_s=1.0)) as eng:
-        async with eng.stream("p", raw=True) as stream:
-            await stream.receive()
-            await stream.aclose()
-            with pytest.raises(trio.ClosedResourceError):
-                await stream.receive()
-            assert await eng.complete_text("q", raw=True, max_tokens=3) == "xxx"
-            assert eng.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
-        assert eng.stats().requests["cancelled"] == 1
 
 
 async def test_a_block_that_ends_with_a_result_on_its_way_closes_cleanly(

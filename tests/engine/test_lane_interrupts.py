@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial, wraps
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,7 @@ from llamad_trio.engine.loading import Loaded, loaded_model
 from llamad_trio.system.nursery import ends_in_order, run_uninterrupted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from llamad_trio.llama.llama_runtime import LlamaRuntime
 
@@ -30,6 +31,16 @@ def ctrl_c_is_heard() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def in_a_run_of_its_own(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Be a program's own task, which Ctrl-C strikes."""
+
+    @wraps(test)
+    def run(**fixtures: object) -> None:
+        trio.run(partial(test, **fixtures))
+
+    return run
 
 
 @ends_in_order
@@ -78,35 +89,32 @@ def nothing() -> None:
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_a_job_has_ended_when_ctrl_c_comes_out_of_it(presses: int) -> None:
-    async def main() -> None:
-        lane, job = Lane(), HeldJob()
-        async with lane.hosted(), trio.open_nursery() as nursery:
-            nursery.start_soon(job.end_after_ctrl_c, presses)
-            with pytest.raises(KeyboardInterrupt):
-                await lane.run(job, abort=nothing)
-            assert job.has_ended
-            assert await lane.run(lambda: "next", abort=nothing) == "next"
-
-    trio.run(main)
+@in_a_run_of_its_own
+async def test_a_job_has_ended_when_ctrl_c_comes_out_of_it(presses: int) -> None:
+    lane, job = Lane(), HeldJob()
+    async with lane.hosted(), trio.open_nursery() as nursery:
+        nursery.start_soon(job.end_after_ctrl_c, presses)
+        with pytest.raises(KeyboardInterrupt):
+            await lane.run(job, abort=nothing)
+        assert job.has_ended
+        assert await lane.run(lambda: "next", abort=nothing) == "next"
 
 
-def test_a_job_is_waited_for_even_if_it_cannot_be_aborted() -> None:
+@in_a_run_of_its_own
+async def test_a_job_is_waited_for_even_if_it_cannot_be_aborted() -> None:
     def broken_abort() -> None:
         raise ValueError("no abort")
 
-    async def main() -> None:
-        lane, job = Lane(), HeldJob()
-        async with lane.hosted(), trio.open_nursery() as nursery:
-            nursery.start_soon(job.end_after_ctrl_c, 1)
-            with pytest.raises(ValueError, match="no abort"):
-                await lane.run(job, abort=broken_abort)
-            assert job.has_ended
-
-    trio.run(main)
+    lane, job = Lane(), HeldJob()
+    async with lane.hosted(), trio.open_nursery() as nursery:
+        nursery.start_soon(job.end_after_ctrl_c, 1)
+        with pytest.raises(ValueError, match="no abort"):
+            await lane.run(job, abort=broken_abort)
+        assert job.has_ended
 
 
-def test_nobody_is_woken_by_the_end_of_a_job_that_was_interrupted_twice() -> None:
+@in_a_run_of_its_own
+async def test_nobody_is_woken_by_the_end_of_a_job_that_was_interrupted_twice() -> None:
     results: list[str] = []
 
     def last_job() -> str:
@@ -114,33 +122,31 @@ def test_nobody_is_woken_by_the_end_of_a_job_that_was_interrupted_twice() -> Non
         trio.from_thread.run(trio.testing.wait_all_tasks_blocked)
         return "last"
 
-    async def main() -> None:
-        lane, first = Lane(), HeldJob()
+    lane, first = Lane(), HeldJob()
 
-        async def run(job: Any) -> None:
-            results.append(await lane.run(job, abort=nothing))
+    async def run(job: Any) -> None:
+        results.append(await lane.run(job, abort=nothing))
 
-        async def interrupt_twice(nursery: trio.Nursery) -> None:
-            try:
-                await press_ctrl_c_and_wait()
-                await press_ctrl_c_and_wait()
-                nursery.start_soon(run, last_job)
-                await trio.testing.wait_all_tasks_blocked()
-            finally:
-                first.may_end.set()
+    async def interrupt_twice(nursery: trio.Nursery) -> None:
+        try:
+            await press_ctrl_c_and_wait()
+            await press_ctrl_c_and_wait()
+            nursery.start_soon(run, last_job)
+            await trio.testing.wait_all_tasks_blocked()
+        finally:
+            first.may_end.set()
 
-        async with lane.hosted(), trio.open_nursery() as nursery:
-            nursery.start_soon(run, first)
-            await first.begun.wait()
-            nursery.start_soon(interrupt_twice, nursery)
-            with pytest.raises(KeyboardInterrupt):
-                await lane.run(lambda: results.append("withdrawn"), abort=nothing)
-
-    trio.run(main)
+    async with lane.hosted(), trio.open_nursery() as nursery:
+        nursery.start_soon(run, first)
+        await first.begun.wait()
+        nursery.start_soon(interrupt_twice, nursery)
+        with pytest.raises(KeyboardInterrupt):
+            await lane.run(lambda: results.append("withdrawn"), abort=nothing)
     assert results == ["held", "last"]
 
 
-def test_ctrl_c_does_not_strike_between_a_job_and_its_books() -> None:
+@in_a_run_of_its_own
+async def test_ctrl_c_does_not_strike_between_a_job_and_its_books() -> None:
     protected: list[bool] = []
 
     class Jobs(SimpleQueue[Any]):
@@ -148,15 +154,12 @@ def test_ctrl_c_does_not_strike_between_a_job_and_its_books() -> None:
             protected.append(trio.lowlevel.currently_ki_protected())
             super().put(item)
 
-    async def main() -> None:
-        lane = Lane()
-        lane._jobs = Jobs()
-        async with lane.hosted():
-            assert not trio.lowlevel.currently_ki_protected()  # the program's own code
-            await lane.run(nothing, abort=nothing)
-            assert not trio.lowlevel.currently_ki_protected()
-
-    trio.run(main)
+    lane = Lane()
+    lane._jobs = Jobs()
+    async with lane.hosted():
+        assert not trio.lowlevel.currently_ki_protected()  # the program's own code
+        await lane.run(nothing, abort=nothing)
+        assert not trio.lowlevel.currently_ki_protected()
     assert protected == [True, True]  # the job, and the end of the thread
 
 
@@ -190,52 +193,46 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_a_model_is_freed_after_the_warm_up_that_was_interrupted(
+@in_a_run_of_its_own
+async def test_a_model_is_freed_after_the_warm_up_that_was_interrupted(
     runtime: FakeRuntime, presses: int
 ) -> None:
     runtime.warming_up.may_end.clear()
 
-    async def main() -> None:
-        lane = Lane()
-        async with lane.hosted(), trio.open_nursery() as nursery:
-            nursery.start_soon(runtime.warming_up.end_after_ctrl_c, presses)
-            with pytest.raises(KeyboardInterrupt):
-                async with loaded_model("x", EngineConfig(), lane, None):
-                    raise AssertionError("opened")
-
-    trio.run(main)
+    lane = Lane()
+    async with lane.hosted(), trio.open_nursery() as nursery:
+        nursery.start_soon(runtime.warming_up.end_after_ctrl_c, presses)
+        with pytest.raises(KeyboardInterrupt):
+            async with loaded_model("x", EngineConfig(), lane, None):
+                raise AssertionError("opened")
     assert runtime.log == ["warmed up", "closed"]
 
 
-def test_a_model_is_freed_when_ctrl_c_comes_as_it_is_closed(runtime: FakeRuntime) -> None:
-    async def main() -> None:
-        lane = Lane()
-        async with lane.hosted():
-            with pytest.raises(KeyboardInterrupt):
-                async with loaded_model("x", EngineConfig(), lane, None):
-                    press_ctrl_c()
-            assert runtime.log == ["warmed up", "closed"]
-
-    trio.run(main)
+@in_a_run_of_its_own
+async def test_a_model_is_freed_when_ctrl_c_comes_as_it_is_closed(runtime: FakeRuntime) -> None:
+    lane = Lane()
+    async with lane.hosted():
+        with pytest.raises(KeyboardInterrupt):
+            async with loaded_model("x", EngineConfig(), lane, None):
+                press_ctrl_c()
+        assert runtime.log == ["warmed up", "closed"]
 
 
 # -- what nothing interrupts ----------------------------------------------------------------
 
 
-def test_what_is_uninterrupted_ends_before_ctrl_c_comes_out() -> None:
-    async def main() -> None:
-        done: list[str] = []
+@in_a_run_of_its_own
+async def test_what_is_uninterrupted_ends_before_ctrl_c_comes_out() -> None:
+    done: list[str] = []
 
-        async def work() -> str:
-            await press_ctrl_c_and_wait()
-            done.append("work")
-            return "result"
+    async def work() -> str:
+        await press_ctrl_c_and_wait()
+        done.append("work")
+        return "result"
 
-        with pytest.raises(KeyboardInterrupt):
-            await run_uninterrupted(work)
-        assert done == ["work"]
-
-    trio.run(main)
+    with pytest.raises(KeyboardInterrupt):
+        await uninterrupted(work)
+    assert done == ["work"]
 
 
 async def test_what_is_uninterrupted_returns_and_raises_as_itself_under_a_cancel() -> None:

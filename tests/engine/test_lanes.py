@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import trio
 
-from llamad_trio import Lane, ProtocolError, Request, blocking, open_engine
+from llamad_trio import Lane, Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.support import (
     ENDLESS,
@@ -184,28 +184,3 @@ async def test_an_abort_stops_only_the_engine_it_is_meant_for(
             await count_pieces(tokens, 3)
         assert tiny.stats().aborted_steps <= 1
         assert await real.complete_text(SURE) == " 9, 10, "
-
-
-async def test_an_engine_of_another_run_is_refused_on_a_lane_in_use_and_costs_it_nothing(
-    tiny_path: Path,
-) -> None:
-    lane = Lane()
-
-    def complete() -> str:
-        with blocking.open_engine(tiny_path, ONE_THREAD, lane=lane) as engine:
-            return engine.complete_text(TINY)
-
-    async with open_engine(tiny_path, ONE_THREAD, lane=lane) as engine:
-        text = await engine.complete_text(TINY)
-        with pytest.raises(ProtocolError, match="one Trio run at a time"):
-            await trio.to_thread.run_sync(complete)
-        assert await engine.complete_text(TINY) == text
-    assert await trio.to_thread.run_sync(complete) == text
-    assert threads_of_ours() == []
-
-
-@pytest.mark.parametrize("lane", ["mine", 1, object()])
-async def test_what_is_no_lane_is_refused(tiny_path: Path, lane: object) -> None:
-    with pytest.raises(ProtocolError, match="lane"):
-        async with open_engine(tiny_path, ONE_THREAD, lane=lane):  # type: ignore[call-overload]
-            must_not_run("loaded")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,10 +35,11 @@ from tests.support import (
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from llamad_trio import Engine
     from llamad_trio.scheduling.plan import StepPlan, StepResult
+
+ROOT = Path(__file__).parents[2]
 
 # -- exceptions of the body -----------------------------------------------------------------
 
@@ -469,55 +470,47 @@ async def test_an_application_that_uses_up_all_its_threads_still_gets_tokens(
     assert done.generated_tokens == 2
 
 
+INTERRUPTED = """
+import sys, trio
+import tests  # has Ctrl-C heard
+from llamad_trio import EngineConfig, Request, open_engine
+
+path, moment = sys.argv[1:]
+ready = lambda: print("ready", flush=True)
+on_load = (lambda fraction: ready()) if moment == "loading" else None
+
+async def main():
+    config = EngineConfig(n_threads=1, n_threads_batch=1)
+    async with open_engine(path, config, on_load=on_load) as engine:
+        if moment == "loading":
+            await trio.sleep_forever()
+        prompt = Request([7] * 4000) if moment == "reading" else "Count to a million."
+        async with engine.stream(prompt, max_tokens=10**6, temperature=2.0, seed=1) as tokens:
+            if moment == "reading":
+                ready()
+            async for piece in tokens:
+                ready()
+
+trio.run(main)
+"""
+
+
 @pytest.mark.parametrize("moment", ["loading", "reading", "generating"])
-async def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, moment: str) -> None:
-    program = textwrap.dedent(
-        """
-        import signal, sys, trio
-        from llamad_trio import EngineConfig, Request, open_engine
-
-        # Whoever runs the tests in the background may have them ignore it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        path, moment = sys.argv[1:]
-        ready = lambda: print("ready", flush=True)
-        on_load = (lambda fraction: ready()) if moment == "loading" else None
-
-        async def main():
-            async with open_engine(path, EngineConfig(n_threads=1, n_threads_batch=1), on_load=on_load) as engine:
-                if moment == "loading":
-                    await trio.sleep_forever()
-                prompt = Request([7] * 4000) if moment == "reading" else "Count to a million."
-                async with engine.stream(prompt, max_tokens=10**6, temperature=2.0, seed=1) as tokens:
-                    if moment == "reading":
-                        ready()
-                    async for piece in tokens:
-                        ready()
-
-        trio.run(main)
-        """
-    )
-    command = [sys.executable, "-c", program, str(smollm2_path), moment]
-    errors = bytearray()
-
-    async def read_errors(stream: trio.abc.ReceiveStream) -> None:
-        async for chunk in stream:
-            errors.extend(chunk)
-
-    process = await trio.lowlevel.open_process(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    async with process.stdout, trio.open_nursery() as nursery:
-        nursery.start_soon(read_errors, process.stderr)
-        assert await process.stdout.receive_some()
+def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, moment: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(smollm2_path), moment],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        async for _ in process.stdout:
-            pass
-        status = await process.wait()
+        _, errors = process.communicate(timeout=60)
     # Python kills itself with the signal, once it has told what it was doing.
-    assert status == -signal.SIGINT
-    lines = errors.decode().splitlines()
+    assert process.returncode == -signal.SIGINT
+    lines = errors.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1] == "KeyboardInterrupt"
     assert not any("Exception in thread" in line or "ignored" in line for line in lines)
