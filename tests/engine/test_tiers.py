@@ -138,7 +138,7 @@ async def test_what_left_the_pool_comes_back_if_there_is_where_from(
     async with opened(path, folder=folder, ram=ram.get(tier, 0)) as engine:
         await engine.complete(first(1))
         await engine.complete(CROWD)
-        assert engine.resident(prefix(1)) == 0
+        assert engine._desk.resident(prefix(1)) == 0
         if tier == "disk":
             await until(lambda: knows(engine, second(1)))
         done = await engine.complete(second(1))
@@ -376,9 +376,7 @@ async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
             store = engine._desk.decode._store
             assert store is not None
             assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
-            shelf = engine._decode.scheduler._pool._shelf
-            assert shelf is not None
-            assert shelf.n_bytes == 0
+            assert engine._desk.decode.scheduler.shelf.n_bytes == 0
             disk.let_go()
     assert files_in(tmp_path)
 
