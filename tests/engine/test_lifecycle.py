@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from llamad_trio import (
     SessionFatal,
     open_engine,
 )
-from llamad_trio.llama.llama_runtime import LlamaRuntime
+from tests.apart import run_apart
+from tests.llama.growth import print_reopened
 from tests.support import (
     ENDLESS,
     ONE_THREAD,
+    before_steps,
     count_pieces,
     held_steps,
     must_not_run,
@@ -37,9 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from llamad_trio import Engine
-    from llamad_trio.scheduling.plan import StepPlan, StepResult
 
 ROOT = Path(__file__).parents[2]
+
+MIB = 2**20
 
 # -- exceptions of the body -----------------------------------------------------------------
 
@@ -211,16 +215,13 @@ async def test_closing_aborts_the_step_that_runs(smollm2_path: Path) -> None:
 
 def crash(monkeypatch: pytest.MonkeyPatch, error: Exception, *, after_steps: int = 0) -> None:
     """Make the steps of every engine raise `error` after so many have run."""
-    run_step, n_steps = LlamaRuntime.step, 0
+    n_steps = itertools.count()
 
-    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
-        nonlocal n_steps
-        n_steps += 1
-        if n_steps > after_steps:
+    def fail(_: object) -> None:
+        if next(n_steps) >= after_steps:
             raise error
-        return run_step(runtime, plan)
 
-    monkeypatch.setattr(LlamaRuntime, "step", step)
+    before_steps(monkeypatch, fail)
 
 
 async def test_a_fatal_step_ends_the_block_and_every_request_with_its_error(
@@ -515,3 +516,14 @@ def test_ctrl_c_ends_the_program_at_once_and_quietly(smollm2_path: Path, moment:
     assert lines[-1] == "KeyboardInterrupt"
     assert not any("Exception in thread" in line or "ignored" in line for line in lines)
     assert not any("ExceptionGroup" in line for line in lines)
+
+
+@pytest.mark.parametrize("n_opens", [12, pytest.param(100, marks=pytest.mark.slow)])
+async def test_a_program_that_reopens_a_model_grows_by_less_than_5_mib_after_the_sixth_time(
+    smollm2_path: Path, n_opens: int
+) -> None:
+    sizes = await trio.to_thread.run_sync(
+        run_apart, print_reopened, str(smollm2_path), str(n_opens)
+    )
+    assert len(sizes) == n_opens
+    assert max(sizes[6:]) - sizes[5] < 5 * MIB

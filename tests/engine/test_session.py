@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from llamad_trio import (
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import StepResult, StepStatus
 from tests.models import DECODER_KINDS
-from tests.support import EXACT, held_steps, until, until_idle
+from tests.support import EXACT, HeldSteps, before_steps, held_steps, until, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -552,27 +551,20 @@ async def test_a_session_closed_while_it_prefills_holds_nothing(
 async def test_a_prefill_cancelled_with_its_session_holds_nothing(
     exact: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go = threading.Event(), threading.Event()
-    run_step = LlamaRuntime.step
-
-    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
-        if len(plan.work) == 2:
-            begun.set()
-            assert go.wait(timeout=60)
-        return run_step(runtime, plan)
+    shared = HeldSteps()
 
     async def prefill() -> None:
         async with exact.session() as session:
             await session.ensure_prefix(PREFIX)
 
-    monkeypatch.setattr(LlamaRuntime, "step", step)
+    before_steps(monkeypatch, lambda plan: shared.hold() if len(plan.work) == 2 else None)
     async with exact.stream("the cat", max_tokens=200) as other:
         await other.receive()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(prefill)
-            await until(begun.is_set)
+            await until(shared.begun.is_set)
             nursery.cancel_scope.cancel()
-        go.set()  # the step is shared: it is not aborted, and completes the prefill
+        shared.let_go()  # the step is shared: it is not aborted, and completes the prefill
         await other.result()
     assert exact.stats().aborted_steps == 0
     assert exact._desk.decode.scheduler._pool._held == {}

@@ -31,24 +31,6 @@ if TYPE_CHECKING:
     from llamad_trio import EngineLike, EngineStats
     from llamad_trio.background_run import Opener
 
-__all__ = [
-    "ENDLESS",
-    "HANG_S",
-    "THREAD_STARTS",
-    "InLoop",
-    "RunScript",
-    "dying_of_a_hang",
-    "engine_threads",
-    "is_idle",
-    "lazy",
-    "loop_in_a_thread",
-    "running_scripts",
-    "scripted",
-    "served",
-    "telling",
-    "until",
-]
-
 HANG_S = 120
 """Far more than any test takes: what still runs then hangs."""
 
