@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from llamad_trio import Completion, Engine
     from llamad_trio.scheduling.plan import StepPlan, StepResult
-    from tests.models import Kind, TinyModels
+    from tests.models import Kind
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 rewinding = pytest.mark.parametrize("kind", ["attention", "sliding-window"])
@@ -71,13 +71,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @rewinding
-async def test_a_prompt_is_reused_while_its_first_request_still_runs(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_a_prompt_is_reused_while_its_first_request_still_runs(path: Path) -> None:
     prompt = some_tokens(200)
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         alone = await engine.complete_text(Request(prompt, max_tokens=300, temperature=0))
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         asked = Request(prompt, max_tokens=300, temperature=0)
         async with engine.stream(asked) as first:
             pieces = [await first.receive()]
@@ -92,9 +90,9 @@ async def test_a_prompt_is_reused_while_its_first_request_still_runs(
 
 
 @rewinding
-async def test_a_branch_leaves_the_other_branch(tiny_model: TinyModels, kind: Kind) -> None:
+async def test_a_branch_leaves_the_other_branch(path: Path) -> None:
     trunk, one, other, more = (some_tokens(n, n) for n in (100, 40, 41, 7))
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         for branch, expected in ((one, 0), (other, 100), (one, 140), (other, 141)):
             prompt = trunk + branch + (more if expected > 100 else [])
             done = await engine.complete(Request(prompt, max_tokens=3))
@@ -114,20 +112,18 @@ async def test_what_a_cancelled_request_computed_is_reused(tiny_path: Path) -> N
 
 
 @rewinding
-async def test_requests_that_arrive_together_compute_what_they_share_once(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_requests_that_arrive_together_compute_what_they_share_once(path: Path) -> None:
     shared = some_tokens(400)
     # Each goes on with a token of its own, so that no two share any more, in whatever order.
     asked = [
         Request([*shared, 261 + n, *some_tokens(19, n)], max_tokens=10, temperature=0)
         for n in range(1, 9)
     ]
-    async with open_engine(tiny_model(kind), EXACT, n_slots=8, kv_cache=False) as engine:
+    async with open_engine(path, EXACT, n_slots=8, kv_cache=False) as engine:
         alone = [await engine.complete_text(request) for request in asked]
         assert engine.stats().prefill_tokens == 8 * 420
     done: dict[int, Completion] = {}
-    async with open_engine(tiny_model(kind), EXACT, n_slots=8) as engine:
+    async with open_engine(path, EXACT, n_slots=8) as engine:
 
         async def complete(n: int) -> None:
             done[n] = await engine.complete(asked[n])
@@ -147,11 +143,11 @@ async def test_requests_that_arrive_together_compute_what_they_share_once(
 
 @with_state
 async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(
-    tiny_model: TinyModels, kind: Kind, told: list[int]
+    path: Path, told: list[int]
 ) -> None:
     conversation = some_tokens(50)
     turns: list[tuple[list[int], str]] = []
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         tell = Teller(engine, told)
         for turn in range(5):
             done, answer = await tell(conversation)
@@ -160,32 +156,30 @@ async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(
             n_new = 1 + 10 if turn else len(conversation)
             assert done.cached_tokens == len(conversation) - n_new
             conversation = conversation + answer + some_tokens(10, turn)
-    async with open_engine(tiny_model(kind), EXACT, kv_cache=False) as engine:
+    async with open_engine(path, EXACT, kv_cache=False) as engine:
         for prompt, text in turns:
             cold = await engine.complete(Request(prompt, max_tokens=12, temperature=0))
             assert (cold.text, cold.cached_tokens) == (text, 0)
 
 
 @with_state
-async def test_another_turn_after_the_same_prompt_goes_on_from_its_end(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_another_turn_after_the_same_prompt_goes_on_from_its_end(path: Path) -> None:
     prompt = some_tokens(60)
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         await engine.complete(Request(prompt, max_tokens=10))
         for n in range(3):
             asked = Request(prompt + some_tokens(10, n), max_tokens=10, temperature=0)
             done = await engine.complete(asked)
             assert done.cached_tokens == 60
-            assert done.text == await cold_text(tiny_model(kind), asked)
+            assert done.text == await cold_text(path, asked)
 
 
 @with_state
 async def test_a_changed_history_is_computed_from_its_start_and_right(
-    tiny_model: TinyModels, kind: Kind, told: list[int]
+    path: Path, told: list[int]
 ) -> None:
     prompt = some_tokens(60)
-    async with open_engine(tiny_model(kind), EXACT) as engine:
+    async with open_engine(path, EXACT) as engine:
         _, answer = await Teller(engine, told)(prompt)
         whole = prompt + answer
         for changed in (
@@ -197,16 +191,16 @@ async def test_a_changed_history_is_computed_from_its_start_and_right(
             done = await engine.complete(asked)
             # The end of the prompt may be a place to go on from, never one before it.
             assert done.cached_tokens == (60 if changed[:60] == prompt else 0)
-            assert done.text == await cold_text(tiny_model(kind), asked)
+            assert done.text == await cold_text(path, asked)
 
 
 @kinds
 @pytest.mark.parametrize("kv_cache", [True, False])
 async def test_what_a_memory_cannot_do_is_said_once_and_only_if_it_is_wanted(
-    tiny_model: TinyModels, kind: Kind, kv_cache: bool, caplog: pytest.LogCaptureFixture
+    path: Path, kind: Kind, kv_cache: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = some_tokens(60)
-    async with open_engine(tiny_model(kind), EXACT, kv_cache=kv_cache) as engine:
+    async with open_engine(path, EXACT, kv_cache=kv_cache) as engine:
         can_rewind = engine.info.can_rewind
         for _ in range(3):
             done = await engine.complete(Request(prompt, max_tokens=3))
@@ -236,12 +230,12 @@ async def cold_text(path: Path, asked: Request) -> str:
 @kinds
 @pytest.mark.parametrize("n_turns", [20, pytest.param(200, marks=pytest.mark.slow)])
 async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
-    tiny_model: TinyModels, kind: Kind, told: list[int], n_turns: int
+    path: Path, told: list[int], n_turns: int
 ) -> None:
     draw = random.Random(5)
     asked: list[Request] = []
     texts: list[str] = []
-    async with open_engine(tiny_model(kind), EXACT, n_ctx=256) as engine:
+    async with open_engine(path, EXACT, n_ctx=256) as engine:
         tell = Teller(engine, told)
         conversation: list[int] = []
         for turn in range(n_turns):
@@ -257,7 +251,7 @@ async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
                 # Somebody else's, which takes the cells that are free.
                 await engine.complete(Request(some_tokens(60, 1000 + turn), max_tokens=2))
         assert engine.stats().cached_tokens > 5 * SLIDING_WINDOW_TOKENS
-    async with open_engine(tiny_model(kind), EXACT, n_ctx=256, kv_cache=False) as engine:
+    async with open_engine(path, EXACT, n_ctx=256, kv_cache=False) as engine:
         assert [await engine.complete_text(request) for request in asked] == texts
 
 

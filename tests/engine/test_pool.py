@@ -41,10 +41,8 @@ PROMPT = "the cat and the rat ran in the rain, then they rested"
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 
 
-def open_tiny(
-    tiny_model: TinyModels, kind: Kind, n_ctx: int = 2048
-) -> AbstractAsyncContextManager[Engine]:
-    return open_engine(tiny_model(kind), EXACT, n_ctx=n_ctx)
+def open_tiny(path: Path, n_ctx: int = 2048) -> AbstractAsyncContextManager[Engine]:
+    return open_engine(path, EXACT, n_ctx=n_ctx)
 
 
 def requests(n: int, max_tokens: int) -> list[Request]:
@@ -73,9 +71,9 @@ async def stream_all(engine: Engine, asked: list[Request]) -> list[str]:
 
 
 @kinds
-async def test_what_is_reused_is_what_can_be(tiny_model: TinyModels, kind: Kind) -> None:
+async def test_what_is_reused_is_what_can_be(path: Path, kind: Kind) -> None:
     asked = Request(PROMPT, max_tokens=12, temperature=0)
-    async with open_tiny(tiny_model, kind) as engine:
+    async with open_tiny(path) as engine:
         assert engine.info.can_rewind == CAN_REWIND[kind]
         cold, warm = [await engine.complete(asked) for _ in range(2)]
         assert cold.cached_tokens == 0
@@ -86,11 +84,9 @@ async def test_what_is_reused_is_what_can_be(tiny_model: TinyModels, kind: Kind)
 
 
 @kinds
-async def test_requests_side_by_side_say_what_they_say_alone(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_requests_side_by_side_say_what_they_say_alone(path: Path) -> None:
     asked = requests(8, max_tokens=20)
-    async with open_tiny(tiny_model, kind) as engine:
+    async with open_tiny(path) as engine:
         alone = [await engine.complete_text(request) for request in asked]
         assert await stream_all(engine, asked) == alone
         assert len(set(alone)) == 8
@@ -98,25 +94,21 @@ async def test_requests_side_by_side_say_what_they_say_alone(
 
 
 @kinds
-async def test_preempted_requests_say_what_they_say_alone(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_preempted_requests_say_what_they_say_alone(path: Path) -> None:
     asked = requests(4, max_tokens=60)
-    async with open_tiny(tiny_model, kind) as engine:
+    async with open_tiny(path) as engine:
         alone = [await engine.complete_text(request) for request in asked]
         n_prompt = await engine.count_tokens(asked[0])
-    async with open_tiny(tiny_model, kind, n_ctx=2 * (n_prompt + 40)) as engine:
+    async with open_tiny(path, n_ctx=2 * (n_prompt + 40)) as engine:
         assert await stream_all(engine, asked) == alone
         assert engine.stats().preemptions > 0
         await until_idle(engine)
 
 
 @kinds
-async def test_cancels_at_any_moment_leave_the_others_and_the_next_as_they_were(
-    tiny_model: TinyModels, kind: Kind
-) -> None:
+async def test_cancels_at_any_moment_leave_the_others_and_the_next_as_they_were(path: Path) -> None:
     asked = requests(3, max_tokens=30)
-    async with open_tiny(tiny_model, kind) as engine:
+    async with open_tiny(path) as engine:
         alone = [await engine.complete_text(request) for request in asked]
         for n_pieces in (0, 1, 5):
             # In the middle of a prompt, unless that was read at once, and of a text.
@@ -134,19 +126,19 @@ async def test_cancels_at_any_moment_leave_the_others_and_the_next_as_they_were(
 
 
 @kinds
-async def test_a_full_pool_is_used_to_its_last_token(tiny_model: TinyModels, kind: Kind) -> None:
-    async with open_tiny(tiny_model, kind, n_ctx=128) as engine:
+async def test_a_full_pool_is_used_to_its_last_token(path: Path) -> None:
+    async with open_tiny(path, n_ctx=128) as engine:
         for _ in range(2):
             done = await engine.complete(PROMPT, max_tokens=ENDLESS)
             assert done.prompt_tokens + done.generated_tokens == 128
 
 
 @kinds
-async def test_a_batch_of_one_token_serves(tiny_model: TinyModels, kind: Kind) -> None:
+async def test_a_batch_of_one_token_serves(path: Path) -> None:
     asked = Request(PROMPT, max_tokens=5, temperature=0)
-    async with open_tiny(tiny_model, kind) as engine:
+    async with open_tiny(path) as engine:
         expected = await engine.complete_text(asked)
-    async with open_engine(tiny_model(kind), EXACT, n_slots=1, n_batch=1) as engine:
+    async with open_engine(path, EXACT, n_slots=1, n_batch=1) as engine:
         assert await engine.complete_text(asked) == expected
 
 

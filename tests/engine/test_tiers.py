@@ -131,9 +131,8 @@ async def stored(tiny_model: TinyModels, tmp_path: Path) -> Path:
 @kinds
 @pytest.mark.parametrize("tier", ["ram", "disk", "none", "too little ram"])
 async def test_what_left_the_pool_comes_back_if_there_is_where_from(
-    tiny_model: TinyModels, kind: Kind, tier: str, tmp_path: Path
+    path: Path, tier: str, tmp_path: Path
 ) -> None:
-    path = tiny_model(kind)
     folder, ram = tmp_path if tier == "disk" else None, {"ram": PLENTY, "too little ram": 1}
     async with opened(path, folder=folder, ram=ram.get(tier, 0)) as engine:
         await engine.complete(first(1))
@@ -148,10 +147,7 @@ async def test_what_left_the_pool_comes_back_if_there_is_where_from(
 
 
 @kinds
-async def test_what_was_known_is_known_after_a_restart(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
-) -> None:
-    path = tiny_model(kind)
+async def test_what_was_known_is_known_after_a_restart(path: Path, tmp_path: Path) -> None:
     expected = await cold(path)
     await leave_prefix(path, tmp_path)
     for _ in range(3):
@@ -164,9 +160,8 @@ async def test_what_was_known_is_known_after_a_restart(
 
 @kinds
 async def test_a_part_of_what_was_kept_is_of_use_where_all_of_it_was_written(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+    path: Path, kind: Kind, tmp_path: Path
 ) -> None:
-    path = tiny_model(kind)
     asked = Request([*prefix(1)[:50], *[5] * 20], max_tokens=12, temperature=0)
     await leave_prefix(path, tmp_path)
     async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
@@ -180,9 +175,8 @@ async def test_a_part_of_what_was_kept_is_of_use_where_all_of_it_was_written(
 
 @kinds
 async def test_many_prefixes_take_turns_in_a_pool_that_is_too_small(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+    path: Path, tmp_path: Path
 ) -> None:
-    path = tiny_model(kind)
     async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
         expected = {seed: await engine.complete_text(second(seed)) for seed in range(6)}
     async with opened(path, folder=tmp_path, ram=PLENTY) as engine:
@@ -247,13 +241,8 @@ def rot(file: Path) -> None:
 @kinds
 @pytest.mark.parametrize("spoil", [cut, rot, Path.unlink])
 async def test_a_file_that_went_bad_costs_nothing_but_the_reuse(
-    tiny_model: TinyModels,
-    kind: Kind,
-    tmp_path: Path,
-    spoil: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
+    path: Path, tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tiny_model(kind)
     await leave_prefix(path, tmp_path)
     async with opened(path, folder=tmp_path) as engine:
         for file in files_in(tmp_path):
@@ -289,10 +278,7 @@ async def test_requests_that_wait_for_a_file_that_turns_out_bad_go_on_without(
 
 
 @kinds
-async def test_two_engines_share_a_directory(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
-) -> None:
-    path = tiny_model(kind)
+async def test_two_engines_share_a_directory(path: Path, tmp_path: Path) -> None:
     async with opened(path, folder=tmp_path) as one, opened(path, folder=tmp_path) as other:
         async with trio.open_nursery() as nursery:
             for engine in (one, other):
@@ -348,11 +334,10 @@ async def test_an_engine_closes_while_a_file_is_read(
 
 
 async def test_an_engine_closes_while_a_file_is_written_and_loses_nothing(
-    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("attention")
     with hanging(monkeypatch, "write") as disk:
-        async with opened(path, folder=tmp_path) as engine:
+        async with opened(tiny_path, folder=tmp_path) as engine:
             for seed in (1, 2):
                 for asked in (first(seed), CROWD):
                     await engine.complete(asked)
@@ -360,16 +345,15 @@ async def test_an_engine_closes_while_a_file_is_written_and_loses_nothing(
             disk.let_go()
     assert threads_of_ours() == []
     for seed in (1, 2):
-        async with opened(path, folder=tmp_path) as engine:
+        async with opened(tiny_path, folder=tmp_path) as engine:
             assert (await engine.complete(second(seed))).cached_tokens == N_PREFIX
 
 
 async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
-    tiny_model: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model("attention")
     with hanging(monkeypatch, "write") as disk:
-        async with opened(path, folder=tmp_path) as engine:
+        async with opened(tiny_path, folder=tmp_path) as engine:
             for seed in range(2, 3 * MAX_WRITES):
                 assert (await engine.complete(first(seed))).generated_tokens == 1
             assert disk.begun.is_set()
@@ -386,9 +370,8 @@ async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
 
 @kinds
 async def test_an_engine_that_closes_in_the_middle_of_a_step_keeps_nothing_wrong(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_model(kind)
     with held_steps(monkeypatch) as steps:
         steps.let_go()
         async with opened(path, folder=tmp_path) as engine, trio.open_nursery() as nursery:
@@ -404,9 +387,8 @@ async def test_an_engine_that_closes_in_the_middle_of_a_step_keeps_nothing_wrong
 
 @kinds
 async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
-    tiny_model: TinyModels, kind: Kind, tmp_path: Path
+    path: Path, tmp_path: Path
 ) -> None:
-    path = tiny_model(kind)
     lane = Lane()
     begun, go = threading.Event(), threading.Event()
 
