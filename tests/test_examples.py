@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tracemalloc
@@ -22,6 +21,7 @@ import trio
 from llamad_trio import Engine, EngineClosed, EngineCrashed, PromptTooLong
 from llamad_trio.testing import open_scripted_engine
 from tests.models import TinyModels
+from tests.serving.support import running_daemon
 
 FOLDER = Path(__file__).parent.parent / "examples"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "LLAMAD_N_THREADS": "1"}
@@ -51,23 +51,9 @@ def model(tiny_model: TinyModels) -> str:
 @pytest.fixture(scope="module")
 def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a daemon that serves a tiny model."""
-    model = str(tiny_model("attention"))
-    folder = tmp_path_factory.mktemp("daemon")
-    path = str(folder / "d.sock")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(folder / "n.sock"))
-        manager.settimeout(60)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "llamad_trio", "serve", model, "--socket", path],
-            env={**ENVIRONMENT, "NOTIFY_SOCKET": str(folder / "n.sock")},
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            assert manager.recv(64) == b"READY=1"
-            yield path
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0
+    path = tmp_path_factory.mktemp("daemon") / "d.sock"
+    with running_daemon(path, tiny_model("attention")):
+        yield str(path)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -199,16 +185,8 @@ def test_batch_explains_how_it_is_used(
 
 
 def test_application_is_tested_with_both_kinds_of_model(smollm2_path: Path) -> None:
-    command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        str(FOLDER / "pytest_real_model.py"),
-    )
-    assert "2 passed" in run(*command)
+    example = str(FOLDER / "pytest_real_model.py")
+    assert "2 passed" in run(sys.executable, "-m", "pytest", "-q", "-n", "0", example)
 
 
 def test_program_uses_a_daemon_s_engine(daemon: str) -> None:

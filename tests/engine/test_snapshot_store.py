@@ -20,7 +20,7 @@ from llamad_trio.scheduling.shelf import Snapshot
 from llamad_trio.scheduling.snapshot_file import HEADER_BYTES, pack_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 OURS = "a1" * 32
 OTHERS = "b2" * 32
@@ -344,9 +344,9 @@ def said_by(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-@pytest.fixture
-def stuck_writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process in the middle of a write."""
+def test_what_a_living_process_is_writing_is_left_to_it_and_a_killed_one_leaves_nothing_that_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = """
 def fsync(fd):
     print("in the middle", flush=True)
@@ -358,29 +358,13 @@ store.write(Snapshot((1, 2, 3), bytes(100_000)))
     with process(tmp_path, script) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "in the middle\n"
-        yield writer
+        (temporary,) = files_in(tmp_path)
+        assert str(writer.pid) in temporary
+        assert store_in(tmp_path).scan() == []
+        assert files_in(tmp_path) == [temporary]
         writer.kill()
-
-
-def test_what_a_living_process_is_writing_is_left_to_it(
-    tmp_path: Path, stuck_writer: subprocess.Popen[str]
-) -> None:
-    (temporary,) = files_in(tmp_path)
-    assert str(stuck_writer.pid) in temporary
     assert store_in(tmp_path).scan() == []
-    assert files_in(tmp_path) == [temporary]
-
-
-def test_a_process_killed_while_writing_leaves_nothing_that_is_read(
-    tmp_path: Path, stuck_writer: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    (temporary,) = files_in(tmp_path)
-    stuck_writer.kill()
-    stuck_writer.wait()
-    assert files_in(tmp_path) == [temporary]
-    assert store_in(tmp_path).scan() == []
-    assert files_in(tmp_path) == []
-    assert warnings(caplog) == []
+    assert files_in(tmp_path) == warnings(caplog) == []
 
 
 def test_unfinished_files_that_nobody_can_be_writing_are_removed(tmp_path: Path) -> None:

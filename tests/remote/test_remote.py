@@ -6,9 +6,8 @@ What a `RemoteEngine` has in common with other engines is in `tests/conformance`
 
 from __future__ import annotations
 
+import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,21 +29,18 @@ from llamad_trio import (
     SocketUnavailable,
     connect,
     daemon_stats,
-    serve_unix,
 )
-from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
+from llamad_trio.testing import open_scripted_engine, open_scripted_models
 from llamad_trio.watch.freshness import refresh_if_possible
 from tests.remote.daemons import DONE, MIB, OF_DAEMON, QUESTIONS, answering, as_lines, served
+from tests.serving.support import running_daemon
 from tests.support import ENDLESS, read_all, until, until_idle
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from llamad_trio import Engine, EngineLike, Models, RemoteEngine
     from llamad_trio.system.nursery import TaskStatus
-
-
-ROOT = Path(__file__).parents[2]
 
 
 # -- nobody, or no daemon -------------------------------------------------------------------
@@ -104,51 +100,24 @@ async def test_errors_of_other_sockets_are_left_alone(remote: RemoteEngine, sock
 # -- a daemon that goes ---------------------------------------------------------------------
 
 
-def serve_for_ever(sock: str) -> None:
-    async def main() -> None:
-        model = ScriptedModel("abc" * 10_000, decode_s=0.001, n_ctx_train=100_000)
-        async with open_scripted_engine(model, n_ctx=50_000) as engine, trio.open_nursery() as n:
-            await n.start(serve_unix, engine, sock)
-            print("ready", flush=True)
-
-    trio.run(main)
-
-
-@pytest.fixture
-def process(sock: Path) -> Iterator[subprocess.Popen[str]]:
-    """A daemon in a process of its own."""
-    code = f"import sys; from {__name__} import serve_for_ever; serve_for_ever(sys.argv[1])"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, sock], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-async def test_a_daemon_that_is_killed_disconnects(
-    sock: Path, process: subprocess.Popen[str]
-) -> None:
-    async with connect(sock) as remote, remote.stream("x", max_tokens=ENDLESS) as tokens:
-        await tokens.receive()
-        process.kill()
-        with pytest.raises(Disconnected):
-            await read_all(tokens)
-        with pytest.raises(Disconnected):
-            await tokens.result()
-        assert tokens.text
-        assert tokens.completion is None
-        for question in QUESTIONS.values():
+async def test_a_daemon_that_is_killed_disconnects(sock: Path, tiny_path: Path) -> None:
+    with running_daemon(sock, tiny_path) as daemon:
+        async with connect(sock) as remote, remote.stream("x", max_tokens=ENDLESS) as tokens:
+            await tokens.receive()
+            daemon.signal(signal.SIGKILL)
             with pytest.raises(Disconnected):
-                await question(remote)
-        # What was known is still known.
-        assert remote.info.architecture == "scripted"
-        assert remote.stats().requests["completed"] == 0
-    await check_unavailable(sock, "nobody listens")
+                await read_all(tokens)
+            with pytest.raises(Disconnected):
+                await tokens.result()
+            assert tokens.text
+            assert tokens.completion is None
+            for question in QUESTIONS.values():
+                with pytest.raises(Disconnected):
+                    await question(remote)
+            # What was known is still known.
+            assert remote.info.architecture == "llama"
+            assert remote.stats().requests["completed"] == 0
+        await check_unavailable(sock, "nobody listens")
 
 
 async def test_a_daemon_that_stops_closes_its_engines(sock: Path, behind: Engine) -> None:
