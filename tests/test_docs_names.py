@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import pytest
 import llamad_trio
 from llamad_trio import EngineConfig, EngineSpec, LlamadError, RestartPolicy, testing
 from llamad_trio.supervision.supervisor import ModelState
+from tests.test_examples import run
 
 if TYPE_CHECKING:
     from tests.models import TinyModels
@@ -155,17 +154,8 @@ def test_the_example_of_several_models_runs(tiny_model: TinyModels, tmp_path: Pa
     )
     for name in ("router", "thinker"):
         (tmp_path / f"{name}.gguf").symlink_to(tiny_model("attention", can_end=True))
-    result = subprocess.run(
-        [sys.executable, "-c", example],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LLAMAD_N_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    states, choice, thinker, left = result.stdout.splitlines()
+    output = run(sys.executable, "-c", example, cwd=tmp_path)
+    states, choice, thinker, left = output.splitlines()
     assert states == "{'router': 'ready', 'thinker': 'unloaded'}"
     assert choice in ("easy", "hard")
     assert thinker == "ready"

@@ -32,10 +32,10 @@ SENSIBLE = ("multi_model", "tools")  # with a tiny model they would show little
 EXAMPLES = sorted(p for p in FOLDER.glob("*.py") if p.stem not in OF_THEIR_OWN)
 
 
-def run(*command: str) -> str:
+def run(*command: str, cwd: Path | None = None) -> str:
     """What a command prints; it must end well, and have nothing to complain of."""
     result = subprocess.run(
-        command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False
+        command, capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
