@@ -356,13 +356,15 @@ os.fsync = fsync
 store.write(Snapshot((1, 2, 3), bytes(100_000)))
 """
     with process(tmp_path, script) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "in the middle\n"
-        (temporary,) = files_in(tmp_path)
-        assert str(writer.pid) in temporary
-        assert store_in(tmp_path).scan() == []
-        assert files_in(tmp_path) == [temporary]
-        writer.kill()
+        try:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "in the middle\n"
+            (temporary,) = files_in(tmp_path)
+            assert str(writer.pid) in temporary
+            assert store_in(tmp_path).scan() == []
+            assert files_in(tmp_path) == [temporary]
+        finally:
+            writer.kill()
     assert store_in(tmp_path).scan() == []
     assert files_in(tmp_path) == warnings(caplog) == []
 
