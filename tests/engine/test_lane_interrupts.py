@@ -231,7 +231,7 @@ async def test_what_is_uninterrupted_ends_before_ctrl_c_comes_out() -> None:
         return "result"
 
     with pytest.raises(KeyboardInterrupt):
-        await uninterrupted(work)
+        await run_uninterrupted(work)
     assert done == ["work"]
 
 

@@ -14,7 +14,7 @@ import trio.testing
 
 from llamad_trio import Busy, Completion, EngineStats, ModelInfo, connect, serve_unix
 from llamad_trio.system.nursery import open_plain_nursery
-from llamad_trio.wire.errors import error_reply
+from llamad_trio.wire.replies import error_reply
 from tests.support import read_all
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from llamad_trio import (
     connect,
     daemon_stats,
 )
-from llamad_trio.wire.errors import error_reply
+from llamad_trio.wire.replies import error_reply
 from tests.core.test_errors import EXAMPLES
 from tests.remote.daemons import (
     ERROR,
