@@ -69,19 +69,11 @@ def open_engine(
 ) -> AbstractAsyncContextManager[AsyncEngine]:
     """Load a model, and run its engine in a background thread inside the block.
 
-    Args:
-        model: path of a GGUF file, or the name of a known model that has been pulled.
-        config: settings; `None` takes them from the `LLAMAD_*` environment variables.  A
-            `Lane` in it must be this engine's alone.
-        isolation: `"process"` runs the engine in a process of its own.
-        on_load: called in the background thread with the load's progress, 0 to 1.
-        overrides: `EngineConfig` fields that replace the config's.
+    Arguments and errors are those of `llamad_trio.open_engine`; `on_load` is called in the
+    background thread, and a `Lane` in `config` must be this engine's alone.
 
     Leaving the block stops what is running, waits for at most one graph node, and frees
     everything.  Cancelling the load stops it.
-
-    Raises:
-        ModelLoadError, UnsupportedFeature, ProtocolError, EngineCrashed: as `llamad_trio.open_engine`.
     """
     return open_with(
         partial(open_in_trio, model, config, isolation=isolation, on_load=on_load, **overrides)

@@ -113,13 +113,7 @@ class Answer(Generic[T]):
 class Call(Answer[T]):
     """One request, from outside the Trio run to its end.
 
-    Args:
-        run: where it is to be done.
-        work: what is to be done there.
-        timeout_s: how long that may take, in seconds; none at all if it is negative.
-
-    Raises:
-        ProtocolError: the timeout is not a number.
+    A negative `timeout_s` is over at once; one that is no number is a `ProtocolError`.
     """
 
     def __init__(
@@ -175,10 +169,6 @@ class StreamCall(Call[Completion], Generic[PartT]):
 
     A reader that keeps up is woken once for all that is there.  For one that does not, parts
     gather up to `MOST_PARTS`, and then the stream inside is not read until half are taken.
-
-    Args:
-        run, timeout_s: as for `Call`.
-        stream: gives the stream inside.
     """
 
     def __init__(
@@ -228,9 +218,6 @@ class StreamCall(Call[Completion], Generic[PartT]):
 
 class BackgroundRun:
     """A Trio run in a thread of its own, which does nothing but one engine's work.
-
-    Args:
-        opener: opens the engine.
 
     Attributes:
         opened: the engine, or why it could not be opened.
@@ -387,11 +374,7 @@ class _Handle:
 
 
 class EngineHandle(_Handle):
-    """What engines outside of their Trio run have in common.
-
-    Args:
-        run: where the engine is.
-    """
+    """What engines outside of their Trio run have in common."""
 
     def __init__(self, run: BackgroundRun) -> None:
         self._run = run
@@ -422,9 +405,7 @@ class EngineHandle(_Handle):
 class StreamHandle(_Handle, Generic[PartT]):
     """What streams outside of the Trio run have in common.
 
-    Args:
-        engine: kept, or it would close itself while the stream is read.
-        call: the request.
+    The engine is kept, or it would close itself while the stream is read.
     """
 
     def __init__(self, engine: EngineHandle, call: StreamCall[PartT]) -> None:

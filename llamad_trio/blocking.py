@@ -63,18 +63,10 @@ def open_engine(
 ) -> BlockingEngine:
     """Load a model, and run its engine in a background thread until it is closed.
 
-    Args:
-        model: path of a GGUF file, or the name of a known model that has been pulled.
-        config: settings; `None` takes them from the `LLAMAD_*` environment variables.  A
-            `Lane` in it must be this engine's alone.
-        isolation: `"process"` runs the engine in a process of its own.
-        on_load: called in the background thread with the load's progress, 0 to 1.
-        overrides: `EngineConfig` fields that replace the config's.
+    Arguments and errors are those of `llamad_trio.open_engine`; `on_load` is called in the
+    background thread, and a `Lane` in `config` must be this engine's alone.
 
     Ctrl-C stops the load.
-
-    Raises:
-        ModelLoadError, UnsupportedFeature, ProtocolError, EngineCrashed: as `llamad_trio.open_engine`.
     """
     return open_with(
         partial(open_in_trio, model, config, isolation=isolation, on_load=on_load, **overrides)

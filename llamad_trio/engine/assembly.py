@@ -85,15 +85,9 @@ async def run_engine(
 ) -> AsyncIterator[Engine]:
     """Run the actors of one engine inside the block.
 
-    Args:
-        runtime: the loaded model.
-        template: its chat template, or the error for requests that need one.
-        config: resolved.
-        lane: where steps run; must be hosted.
-        name: what its events call it.
-        broadcast: also gets its events, beside the readers of `Engine.events`; it is not
-            closed.
-        loading_since: when its load began, on Trio's clock; by default, now.
+    Its `config` must be resolved and its `lane` hosted; `template` may be the error for requests
+    that need one.  Its events carry `name`, and go to `broadcast`, too, which is not closed.
+    `loading_since` is when its load began, on Trio's clock; by default, now.
     """
     if loading_since is None:
         loading_since = trio.current_time()

@@ -24,14 +24,8 @@ from llamad_trio.system.nursery import ends_in_order, new_shield, open_plain_nur
 class DecodeActor:
     """Owns the scheduler and every live ticket of one engine.
 
-    Args:
-        runtime: the loaded model.
-        lane: where its steps run.
-        scheduler: the books.
-        store: where prefixes go that leave RAM, if anywhere.
-        inbox: prepared requests, in the order of their tickets.
-        reporter: told of all that happens.
-        weight: steps in a turn on a lane that others compute on, too.
+    Prepared requests come in the order of their tickets; prefixes that leave RAM go to `store`,
+    if there is one; `weight` is for `Lane.run`.
     """
 
     def __init__(

@@ -29,15 +29,7 @@ T = TypeVar("T")
 
 
 class Desk:
-    """One engine's desk.  Each async method is a checkpoint and raises what `complete` does.
-
-    Args:
-        runtime: the loaded model.
-        config: the settings in force.
-        decode: the actor that computes.
-        preprocessor: the actor that makes tokens of text.
-        inbox: leads to it.
-    """
+    """One engine's desk.  Each async method is a checkpoint and raises what `complete` does."""
 
     def __init__(
         self,
@@ -79,11 +71,8 @@ class Desk:
     # -- requests ---------------------------------------------------------------------------
 
     async def complete(self, request: Request, *, holder: str | None = None) -> Completion:
-        """Compute a request, nobody reading its pieces.
-
-        Args:
-            request: what to compute.
-            holder: set to only compute the prompt, and to hold on to its KV by this name.
+        """Compute a request, nobody reading its pieces; with a `holder` only its prompt, whose
+        KV is then held by this name.
         """
         async with self._live_ticket(request, holder=holder) as ticket:
             return await ticket.outcome()
@@ -102,12 +91,8 @@ class Desk:
             return sum(ticket.scores)
 
     async def hold(self, holder: str, tokens: Sequence[int]) -> int:
-        """Have `tokens` in the pool for `holder`, computing what is not there.
-
-        Returns:
-            How many of them were there already.
-
-        Cancelled, `holder` holds what it held before.
+        """Have `tokens` in the pool for `holder`, computing what is not there; return how many
+        of them were there already.  Cancelled, `holder` holds what it held before.
         """
         self.check_open()
         if not tokens or self.decode.scheduler.hold(holder, tokens):
@@ -181,11 +166,8 @@ class Desk:
     async def prepare(
         self, content: str | tuple[Message, ...], *, ends_open: bool
     ) -> tuple[str, tuple[int, ...]]:
-        """Text, or messages through the template, as text and tokens.
-
-        Args:
-            content: what to prepare.
-            ends_open: whether messages end with the assistant's turn open.
+        """Text, or messages through the template, as text and tokens; messages may end with the
+        assistant's turn open.
         """
 
         def work(limits: RenderLimits) -> tuple[str, tuple[int, ...]]:

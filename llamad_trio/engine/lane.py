@@ -239,13 +239,7 @@ _in_use: RunVar[Counter[tuple[LaneLike, int]]] = RunVar("llamad_trio lanes in us
 
 @contextmanager
 def counting_threads(lane: LaneLike, n_threads: int, n_cores: int) -> Iterator[None]:
-    """Count an engine's threads inside the block, and warn when there are too many.
-
-    Args:
-        lane: where it computes.
-        n_threads: with how many threads.
-        n_cores: how many cores there are.
-    """
+    """Count an engine's threads inside the block, and warn when there are too many."""
     try:
         in_use = _in_use.get()
     except LookupError:

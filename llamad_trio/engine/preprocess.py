@@ -75,13 +75,8 @@ class Query:
 class Preprocessor:
     """Turns requests into token lists that are known to fit.
 
-    Args:
-        runtime: the loaded model.
-        template: its chat template, or the error for requests that need one.
-        n_ctx: most tokens, prompt and reply together, that one request can have.
-        decode: where failures go, and who is told of arrivals.
-        inbox: tickets and queries.
-        outbox: what is ready to run.
+    `template` is the chat template, or the error for requests that need one; `n_ctx` the most
+    tokens, prompt and reply together, that one request can have.
     """
 
     def __init__(
@@ -217,16 +212,14 @@ class Preprocessor:
 
     @ends_in_order
     async def _handle(self, item: Ticket | Query) -> None:
-        if isinstance(item, Query):
-            await self._answer(item)
-        elif self._decode.is_live(item):
-            await self._prepare(item)
-
-    async def _answer(self, query: Query) -> None:
+        if isinstance(item, Ticket):
+            if self._decode.is_live(item):
+                await self._prepare(item)
+            return
         try:
-            query.result = await self._work(query, query.function)
+            item.result = await self._work(item, item.function)
         finally:
-            query.answered.set()
+            item.answered.set()
 
     async def _prepare(self, ticket: Ticket) -> None:
         result = await self._work(ticket, partial(self._ready, ticket))

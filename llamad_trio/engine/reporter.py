@@ -31,12 +31,7 @@ from llamad_trio.watch.broadcast import Broadcast
 
 
 class Reporter:
-    """One engine's way to its watchers.  No method blocks.
-
-    Args:
-        broadcast: where the events go.
-        engine: the name they carry.
-    """
+    """One engine's way to its watchers, by the name that its events carry.  No method blocks."""
 
     def __init__(self, broadcast: Broadcast, engine: str) -> None:
         self._broadcast = broadcast

@@ -52,10 +52,8 @@ TEMPORARY = ".writing"
 class SnapshotStore:
     """The files of one identity.  Blocking; one thread at a time.
 
-    Args:
-        directory: where all identities have their folders; made with mode 0700.
-        manifest: digest (hex) of the identity.
-        max_bytes: most that all folders together may take.
+    `directory`, made with mode 0700, is where all identities have their folders, which together
+    may take `max_bytes`; `manifest` is the digest (hex) of this one.
     """
 
     def __init__(self, directory: Path, manifest: str, max_bytes: int) -> None:
@@ -178,10 +176,8 @@ class SnapshotStore:
 class StoreActor:
     """Reads and writes snapshots beside the engine.
 
-    Args:
-        store: the files.
-        add_stored: takes the tokens of a snapshot on disk, gives the key to ask for it by.
-        deliver: takes a key and what was read for it.
+    `add_stored` takes the tokens of a snapshot on disk and gives the key to ask for it by;
+    `deliver` takes a key and what was read for it.
     """
 
     def __init__(

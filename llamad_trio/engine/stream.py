@@ -81,9 +81,6 @@ class _ReplyStream(trio.abc.ReceiveChannel[T]):
 class TokenStream(_ReplyStream[str]):
     """The text of one request, piece by piece.  Made by `Engine.stream`.
 
-    Args:
-        source: where its parts come from.
-
     A piece is the text of one or more tokens: whole characters, never empty, nothing of
     a stop sequence, of reasoning or of a tool call.  A reader that falls behind pauses its
     own slot and no other.

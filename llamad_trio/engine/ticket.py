@@ -29,15 +29,10 @@ rest that the end of a request releases."""
 class Ticket:
     """A submitted request, shared by its caller and the actors.
 
-    Gets any number of pieces, then exactly one outcome: a `Completion` or an error.
-
-    Args:
-        ticket_id: unique, in order of submission.
-        request: what to compute.
-        streams: whether the caller reads pieces.
-        holder: set to only compute the prompt, and to hold on to its KV by this name.
-        targets: tokens to score, instead of generating; see `Prepared`.
-        on_room: called when a reader that had fallen behind has caught up.
+    Gets any number of pieces, then exactly one outcome: a `Completion` or an error.  Its id is
+    unique, in order of submission; `streams` says whether the caller reads pieces; `holder` and
+    `targets` are those of `Prepared`.  `on_room` is called when a reader that had fallen behind
+    has caught up.
     """
 
     def __init__(

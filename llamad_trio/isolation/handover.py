@@ -14,11 +14,7 @@ _INT_BYTES = array.array("i").itemsize
 
 
 class Handover:
-    """The giving side.
-
-    Args:
-        channel: one end of the socket pair.
-    """
+    """The giving side."""
 
     def __init__(self, channel: trio.SocketStream) -> None:
         self._channel = channel
@@ -43,7 +39,8 @@ class Handover:
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
             try:
                 async with self._sending:
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _as_bytes(theirs.fileno()))
+                    fds = array.array("i", [theirs.fileno()]).tobytes()
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)
                     await self._channel.socket.sendmsg([b"c"], [rights])
             except OSError as error:
                 stream.socket.close()
@@ -57,11 +54,7 @@ class Handover:
 class HandedOver(trio.abc.Listener[trio.SocketStream]):
     """The taking side: a listener whose connections are those that come through a socket.
 
-    Args:
-        channel: the other end of the socket pair.
-
-    Attributes:
-        has_ended: set when no more will come.
+    `has_ended` is set when no more will come.
     """
 
     def __init__(self, channel: trio.SocketStream) -> None:
@@ -91,7 +84,3 @@ class HandedOver(trio.abc.Listener[trio.SocketStream]):
     async def aclose(self) -> None:
         """Take no more.  A checkpoint."""
         await self._channel.aclose()
-
-
-def _as_bytes(fd: int) -> bytes:
-    return array.array("i", [fd]).tobytes()

@@ -30,11 +30,9 @@ OpenEvents = Callable[[], AbstractAsyncContextManager[trio.abc.ReceiveChannel[En
 
 
 class EventRelay:
-    """A `Source` of one engine's events.
+    """A `Source` of one engine's events, which `open_events` reads from when it is entered.
 
-    Args:
-        open_events: reads what happens in the engine, from when it is entered.
-        broadcast: where that is published; to be `fed_by` it before anybody can read there.
+    The broadcast is to be `fed_by` it before anybody can read there.
     """
 
     def __init__(self, open_events: OpenEvents, broadcast: Broadcast) -> None:

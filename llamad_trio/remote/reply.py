@@ -99,12 +99,7 @@ async def open_call(peer: Peer, call: Call) -> AsyncIterator[RemoteReply]:
 
 
 class RemoteReply:
-    """The lines of one reply.
-
-    Args:
-        stream: where they come from.
-        explain: gives the error when they end too early.
-    """
+    """The lines of one reply; `explain` gives the error when they end too early."""
 
     def __init__(
         self, stream: trio.SocketStream, explain: Callable[[], Awaitable[LlamadError]]
@@ -151,13 +146,7 @@ class RemoteReply:
 
 
 class RemoteSource:
-    """The reply to a completion, part by part: what streams are made of.
-
-    Args:
-        reply: its lines.
-        request: what was asked.
-        on_end: called with the last line.
-    """
+    """The reply to a completion, part by part: what streams are made of."""
 
     def __init__(
         self, reply: RemoteReply, request: Request, on_end: Callable[[Line], None]
@@ -212,12 +201,7 @@ class RemoteSource:
 
 
 class RemoteEvents(trio.abc.ReceiveChannel[EngineEvent]):
-    """What happens in an engine, line by line.
-
-    Args:
-        reply: the lines, after the first.
-        callers: those of this program.
-    """
+    """What happens in an engine, line by line, after the first."""
 
     def __init__(self, reply: RemoteReply, callers: Callers) -> None:
         self._reply = reply
