@@ -41,15 +41,16 @@ def run(
 
 
 def test_complete_prints_the_text_and_stats_of_a_prompt_given_or_piped(
-    tiny_model: TinyModels,
+    command_line: CommandLine, tiny_model: TinyModels
 ) -> None:
     args = ("complete", "-m", str(tiny_model("attention")), "--seed", "1", "-n", "8")
-    given = run(*args, "Say hello", "--stats")
-    assert given.returncode == 0
-    assert given.stdout.strip()
-    assert b"prompt tokens" in given.stderr
+    given = command_line(*args, "Say hello", "--stats")
+    assert given.status == 0
+    assert given.out.strip()
+    assert "prompt tokens" in given.err
+    assert json.loads(command_line(*args, "Say hello", "--json").out)["text"] + "\n" == given.out
     piped = json.loads(run(*args, "--json", stdin="Say hello").stdout)
-    assert piped["text"].strip() == given.stdout.decode().strip()
+    assert piped["text"].strip() == given.out.strip()
     assert piped["generated_tokens"] == 8
 
 
