@@ -54,18 +54,24 @@ async def run_all(functions: Iterable[Callable[[], Awaitable[object]]]) -> None:
     itself.
     """
     errors: list[BaseException] = []
-    async with trio.open_nursery() as nursery:
+    try:
+        async with trio.open_nursery() as nursery:
 
-        async def run(function: Callable[[], Awaitable[object]]) -> None:
-            try:
-                await function()
-            except (Exception, KeyboardInterrupt, SystemExit) as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel()
+            async def run(function: Callable[[], Awaitable[object]]) -> None:
+                try:
+                    await function()
+                except (Exception, KeyboardInterrupt, SystemExit) as error:
+                    errors.append(error)
+                    nursery.cancel_scope.cancel()
 
-        for function in functions:
-            nursery.start_soon(run, function)
-    await trio.lowlevel.checkpoint()
+            for function in functions:
+                nursery.start_soon(run, function)
+        await trio.lowlevel.checkpoint()
+    except BaseExceptionGroup as group:
+        # Ctrl-C, where the program's own task waits for the others here.
+        if isinstance(interrupt := group.exceptions[0], KeyboardInterrupt):
+            raise interrupt from None
+        raise
     if errors:
         raise errors[0]
 
