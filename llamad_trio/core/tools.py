@@ -35,12 +35,18 @@ def _name(value: object, _field: str) -> str:
     return value
 
 
+class _CheckedObject(dict[str, Any]):
+    """What `json_object` has checked and copied: a request that is varied does not do so again."""
+
+
 def json_object(value: object, name: str) -> JsonObject:
     """A converter to a copy of an object of JSON data, without text that llama.cpp cannot take."""
+    if isinstance(value, _CheckedObject):
+        return value
     if not isinstance(value, Mapping):
         raise ProtocolError(f"{name} must be an object, not {type(value).__name__}")
     try:
-        copy: JsonObject = json.loads(json.dumps(value, allow_nan=False))
+        copy = _CheckedObject(json.loads(json.dumps(value, allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"{name} is not JSON data: {error}") from None
     for leaf in _texts(copy):
