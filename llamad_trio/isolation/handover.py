@@ -39,8 +39,7 @@ class Handover:
             stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
             try:
                 async with self._sending:
-                    fds = array.array("i", [theirs.fileno()]).tobytes()
-                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, _as_bytes(theirs.fileno()))
                     await self._channel.socket.sendmsg([b"c"], [rights])
             except OSError as error:
                 stream.socket.close()
@@ -84,3 +83,7 @@ class HandedOver(trio.abc.Listener[trio.SocketStream]):
     async def aclose(self) -> None:
         """Take no more.  A checkpoint."""
         await self._channel.aclose()
+
+
+def _as_bytes(fd: int) -> bytes:
+    return array.array("i", [fd]).tobytes()
