@@ -684,6 +684,11 @@ async def test_an_op_is_answered_in_one_line_with_its_id(sock: Path) -> None:
     async with served(sock, arithmetic()), connected(sock) as client:
         await client.send({"op": "tokenize", "text": "2+", "id": "a b", "keep": True})
         assert await client.reply() == {"id": "a b", "tokens": [50, 43]}
+        await client.send({"op": "count_tokens", "prompt": "2+2?", "keep": True})
+        assert await client.reply() == {"count": len("user: 2+2?\nassistant: ")}
+        await client.send({"op": "choose", "prompt": "2+2?", "options": ["5", "4"], "keep": True})
+        choice = (await client.reply())["choice"]
+        assert (choice["text"], choice["index"]) == ("4", 1)
         await client.send({"op": "cancel", "id": 1})
         assert await client.rest() == b'{"id":1,"cancelled":false}\n'
 
