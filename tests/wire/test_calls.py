@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import attrs
@@ -31,47 +30,21 @@ from llamad_trio.wire.calls import (
     decode_call,
     encode_call,
 )
-from llamad_trio.wire.lines import encode_line
-from tests.effort import assert_linear
-
-Json = dict[str, Any]
-
-
-def decoded(data: object) -> Call:
-    return decode_call(json.dumps(data).encode())
-
-
-def request_of(data: object) -> Request:
-    call = decoded(data)
-    assert isinstance(call, Generate)
-    return call.request
-
-
-def refusal(data: object) -> str:
-    """Why a call is refused, given as JSON data or as a raw line."""
-    line = data if isinstance(data, bytes) else json.dumps(data).encode()
-    with pytest.raises(ProtocolError) as caught:
-        decode_call(line)
-    return caught.value.reason
-
-
-def crossed(call: Call) -> Call:
-    """A call that has gone over the wire."""
-    line = encode_line(encode_call(call))
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    return decode_call(line[:-1])
-
+from tests.wire.support import (
+    Json,
+    crossed,
+    decoded,
+    in_history,
+    in_tool,
+    in_tool_call,
+    json_values,
+    refusal,
+    request_of,
+    texts,
+)
 
 # -- every field crosses ----------------------------------------------------------------------
 
-texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | numbers | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=6,
-)
 json_objects = st.dictionaries(texts, json_values, max_size=3)
 names = st.from_regex(r"x[A-Za-z0-9_.-]{0,10}", fullmatch=True)
 tool_calls = st.builds(ToolCall, texts, names, json_objects)
@@ -278,13 +251,6 @@ def test_a_request_of_token_ids_gets_all_there_is() -> None:
     assert not is_original({"tokens": [1, 2]})
 
 
-@pytest.mark.parametrize("name", ["request", "is_original"])
-@pytest.mark.parametrize("value", [None, True, {}])
-def test_fields_of_our_own_are_unknown(name: str, value: object) -> None:
-    with pytest.raises(ProtocolError, match=f"unknown field '{name}'"):
-        decoded({"prompt": "a", name: value})
-
-
 def test_every_field_of_a_request_is_of_one_protocol_or_the_other() -> None:
     own = attrs.fields_dict(Generate).keys() - {"request", "is_original"}
     assert ORIGINAL.keys() | BEYOND.keys() | {"prompt"} == FIELDS | own
@@ -330,20 +296,6 @@ def test_a_field_of_a_wrong_type_is_refused_by_name(field: str) -> None:
     for value in WRONG[field]:
         told = field.removesuffix("s") if field == "tokens" else field
         assert told in refusal({**rest, field: value}), value
-
-
-def in_history(**fields: object) -> Json:
-    return {"prompt": "a", "history": [fields]}
-
-
-def in_tool_call(**fields: object) -> Json:
-    calls = [{"id": "1", "name": "get", "arguments": {}, **fields}]
-    return in_history(role="assistant", tool_calls=calls)
-
-
-def in_tool(**fields: object) -> Json:
-    tool = {"name": "get", "description": "", "schema": {}, **fields}
-    return {"prompt": "a", "tools": [tool]}
 
 
 @pytest.mark.parametrize(
@@ -488,10 +440,10 @@ def test_an_unknown_key_is_refused_at_every_level(data: Json) -> None:
 
 
 @pytest.mark.parametrize("field", ["request", "is_original"])
-def test_what_the_package_alone_may_say_is_an_unknown_field(field: str) -> None:
-    for value in (True, {"prompt": "b"}, "a"):
-        assert refusal({"prompt": "a", field: value}) == f"unknown field {field!r}"
-        assert refusal({"op": "render", "prompt": "a", field: value}) == f"unknown field {field!r}"
+@pytest.mark.parametrize("value", [None, True, {"prompt": "b"}, "a"])
+def test_what_the_package_alone_may_say_is_an_unknown_field(field: str, value: object) -> None:
+    for op in ({}, {"op": "render"}):
+        assert refusal({**op, "prompt": "a", field: value}) == f"unknown field {field!r}"
 
 
 @pytest.mark.parametrize(
@@ -549,161 +501,6 @@ def test_an_unknown_op_is_refused_with_those_there_are(op: object) -> None:
 )
 def test_a_key_that_comes_twice_is_refused_at_every_level(line: bytes) -> None:
     assert "duplicate field" in refusal(line)
-
-
-# -- what is no JSON -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "9" * 5000])
-@pytest.mark.parametrize(
-    "place",
-    [
-        '{"prompt":"a","temperature":%s}',
-        '{"prompt":"a","max_tokens":%s}',
-        '{"prompt":"a","id":%s}',
-        '{"prompt":"a","nonsense":%s}',
-        '{"prompt":"a","template_vars":{"b":[%s]}}',
-        '{"prompt":"a","json_schema":{"minimum":%s}}',
-        '{"tokens":[%s]}',
-        "%s",
-    ],
-)
-def test_a_number_that_is_none_is_refused_wherever_it_is(place: str, number: str) -> None:
-    reason = refusal((place % number).encode())
-    assert reason.startswith("not JSON: ")
-    assert len(reason) < 300
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"", b" ", b"{", b"}", b"nonsense", b'{"prompt":"a"', b'{"prompt":"a",}'),
-        *(b"{'prompt':'a'}", b'{prompt:"a"}', b'{"prompt":"a"} {"prompt":"a"}', b'{"prompt":"a"}x'),
-        b'{"prompt":"a"}\0',
-        b'\0{"prompt":"a"}',
-        b'{"prompt":"a\0"}',
-        b'{"prompt":"a\x1f"}',
-        b'{"prompt":"a" /* why */}',
-        b'{"prompt":"\\x41"}',
-        b'{"prompt":"a","top_k":05}',
-        b'{"prompt":"a","top_k":0x5}',
-        b'{"prompt":"a","top_k":+5}',
-        b'{"prompt":"a","temperature":.5}',
-        b'{"prompt":"a","stream":True}',
-        b'\xef\xbb\xbf{"prompt":"a"}',
-        '{"prompt":"a"}'.encode("utf-16"),
-        '{"prompt":"a"}'.encode("utf-32-le"),
-        b'{"prompt":"\xff"}',
-        b'{"prompt":"\xc3"}',
-        b'{"prompt":"\xed\xa0\x80"}',  # a surrogate, written as UTF-8 does not allow
-        b'{"prompt":"\xc0\x80"}',  # NUL, in a longer form than there is
-        b'{"prompt":"\xf4\x90\x80\x80"}',  # beyond the last character
-    ],
-)
-def test_what_is_no_json_is_refused(line: bytes) -> None:
-    assert refusal(line).startswith("not JSON: ")
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        *((b"[]", "an array"), (b'"a"', "a string"), (b"5", "a number"), (b"5.5", "a number")),
-        *((b"true", "a boolean"), (b"null", "null")),
-    ],
-)
-def test_json_that_is_no_object_is_refused_with_what_it_is(line: bytes, name: str) -> None:
-    assert refusal(line) == f"must be a JSON object, not {name}"
-
-
-def test_blanks_around_a_request_are_no_part_of_it() -> None:
-    assert decode_call(b' \t\r{"prompt" : "a"} \t\r') == decoded({"prompt": "a"})
-
-
-# -- hostile text --------------------------------------------------------------------------------
-
-
-def hostile(text: str) -> list[Json]:
-    """Calls that have a text wherever one can be."""
-    return [
-        *({"prompt": text}, {"prompt": "a", "system": text}, {"prompt": "a", "stop": [text]}),
-        *({"prompt": "a", field: text} for field in ("regex", "lark", "grammar", "grammar_root")),
-        *({"prompt": "a", field: text} for field in ("tool_choice", "tool_format", "session")),
-        *({"prompt": "a", field: text} for field in ("model", "id")),
-        *(
-            {"prompt": "a", field: {"a": [{"b": text}]}}
-            for field in ("json_schema", "template_vars")
-        ),
-        *({"prompt": "a", field: {text: 1}} for field in ("json_schema", "template_vars")),
-        *(in_history(role="assistant", **{f: text}) for f in ("content", "reasoning")),
-        *(in_history(role="tool", **{f: text}) for f in ("tool_call_id", "name")),
-        in_history(role=text),
-        *(in_tool_call(id=text), in_tool_call(name=text), in_tool_call(arguments={"a": text})),
-        *(in_tool(name=text), in_tool(description=text), in_tool(schema={"a": text})),
-        *({"op": "tokenize", "text": text}, {"op": text}, {"prompt": "a", text: 1}),
-    ]
-
-
-@pytest.mark.parametrize("text", ["a\0", "\0", "\ud800", "a\udfff", "\udc00\ud800"])
-def test_nul_bytes_and_lone_surrogates_are_refused_wherever_they_are(text: str) -> None:
-    for data in hostile(text):
-        # The reason can be told: it has no such text itself.
-        assert "\0" not in refusal(data), data
-        refusal(data).encode()
-
-
-def test_a_pair_of_surrogates_is_a_character() -> None:
-    call = decode_call(b'{"prompt":"\\ud83d\\ude00"}')
-    assert isinstance(call, Generate)
-    assert call.request.prompt == "\N{GRINNING FACE}"
-
-
-@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":', b'{"prompt":[', b'{"history":['])
-def test_200_000_levels_are_refused(opening: bytes) -> None:
-    deep = opening * 200_000
-    assert refusal(deep) == "the JSON is nested too deeply"
-    assert refusal(b'{"prompt":"a","template_vars":' + deep) == "the JSON is nested too deeply"
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        b'{"prompt":"a","template_vars":{"a":%s}}',
-        b'{"prompt":"a","json_schema":{"a":%s}}',
-        b'{"prompt":"a","tools":[{"name":"b","description":"","schema":{"a":%s}}]}',
-        b'{"prompt":"a","history":[{"role":"assistant","tool_calls":'
-        b'[{"id":"1","name":"b","arguments":{"a":%s}}]}]}',
-        b'{"prompt":%s}',
-        b'{"tokens":%s}',
-    ],
-)
-@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
-def test_no_depth_is_more_than_a_refusal(place: bytes, opening: bytes, closing: bytes) -> None:
-    # Each version of Python has limits of its own, and other ones for reading than for writing.
-    n_refused = 0
-    for depth in (*range(1, 900, 100), *range(960, 1000), *range(1000, 30_000, 900)):
-        line = place % (opening * depth + b"1" + closing * depth)
-        try:
-            decode_call(line)
-        except ProtocolError:
-            n_refused += 1
-    assert n_refused > 30
-
-
-def test_depth_does_not_multiply_what_is_in_it() -> None:
-    def line(n: int) -> bytes:
-        texts = b",".join([b'"a"'] * (10 * n))
-        nested = b'{"a":' * n + b"[" + texts + b"]" + b"}" * n
-        return b'{"prompt":"a","template_vars":{"a":' + nested + b"}}"
-
-    assert_linear(decode_call, line, 100, copies=True)
-
-
-@given(
-    st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="replace"))
-)
-def test_bytes_are_a_call_or_are_refused(line: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode_call(line)
 
 
 some_fields = st.dictionaries(
