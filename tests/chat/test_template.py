@@ -188,10 +188,20 @@ def test_a_failing_template_fails_the_request_and_says_why(source: str, reason: 
         ("{{ messages | no_such_filter }}", "no_such_filter"),
         ("{% generation %}open", "endgeneration"),
         ("{% break %}", "outside loop"),
-        ("{% include 'other' %}", "no Include"),
-        ("{{ f(*x) }}", "unpacked"),
         ("{{ 1 < 2 < 3 }}", "chain of comparisons"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
+        # What no chat template uses is not there.
+        ("{% include 'other' %}", "no Include"),
+        ("{% block a %}{% endblock %}", "no Block"),
+        ("{% autoescape true %}{{ '<' }}{% endautoescape %}", "no ScopedEvalContextModifier"),
+        ("{{ f(*x) }}", "unpacked"),
+        ("{{ messages | pprint }}", "pprint"),
+        ("{{ 'http://a' | urlize }}", "urlize"),
+        ("{{ 'a b' | wordwrap(1) }}", "wordwrap"),
+        ("{{ {'a': 1} | xmlattr }}", "xmlattr"),
+        ("{{ x | attr('y') }}", "attr"),
+        ("{{ '%s' | format(1) }}", "format"),
+        ("{{ [1] | batch(2) }}", "batch"),
     ],
 )
 def test_a_template_that_does_not_compile_is_unsupported(source: str, reason: str) -> None:
@@ -242,11 +252,7 @@ def test_a_template_that_does_not_compile_is_unsupported(source: str, reason: st
         ("{{ enable_thinking }} {{ bos_token }}", {"enable_thinking": False}, "False <s>"),
         ("{{ bos_token }}", {"bos_token": ""}, ""),
         # Macros, namespaces and the methods of text and dicts.
-        (
-            "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('ab'.upper()) }}",
-            {},
-            "ABAB",
-        ),
+        ("{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('ab'.upper()) }}", {}, "ABAB"),
         (
             "{% set ns = namespace(n=0) %}{% for m in messages if m.role in ['user'] %}"
             "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }} {{ ns }}",
@@ -257,6 +263,8 @@ def test_a_template_that_does_not_compile_is_unsupported(source: str, reason: st
         ("{{ [3, 1] | sort | join('<') }}{{ 'a-b'.split('-') }}", {}, "1<3['a', 'b']"),
         ("{{ '{}+{x}'.format(1, x='2' | int) }}{{ 4 is even }}", {}, "1+2True"),
         ("{{ '=' * 3 }}{{ 3 * 4 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 1.5 * 2 }}", {}, "===1210240.53.0"),
+        # A private attribute is nothing.
+        ("{{ ''.__class__ }}{{ ''['__class__'] }}", {}, ""),
     ],
 )
 def test_the_dialect_is_that_of_transformers(
@@ -309,11 +317,6 @@ def test_what_is_not_data_is_refused_by_its_name() -> None:
 # -- the sandbox; see also the attacks ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ ''['__class__'] }}"])
-def test_a_private_attribute_is_nothing(source: str) -> None:
-    assert rendered(source) == ""
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -338,17 +341,16 @@ def test_the_callers_data_is_out_of_reach(source: str) -> None:
 # -- bounds; see also the attacks ---------------------------------------------------------------
 
 
-def exceeded(source: str, n_chars: int) -> str:
-    """The error's text when `source` may make `n_chars` characters."""
-    with pytest.raises(TemplateTimeout) as caught:
+def assert_exceeded(source: str, n_chars: int) -> None:
+    """Rendering `source` makes more than `n_chars` characters, and is stopped."""
+    with pytest.raises(TemplateTimeout, match=f"more than {n_chars} characters"):
         compiled(source).render([], limits=RenderLimits(10.0, n_chars), x="x" * 10_000)
-    return str(caught.value)
 
 
 def test_endless_output_is_stopped_while_it_is_written() -> None:
     # Both loops together would write 10 GB.
-    source = "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}"
-    assert "more than 10000000 characters" in exceeded(source, 10_000_000)
+    loop = "{% for a in range(100000) %}"
+    assert_exceeded(f"{loop}{loop}x{{% endfor %}}{{% endfor %}}", 10_000_000)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ def test_endless_output_is_stopped_while_it_is_written() -> None:
 def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
     limits = RenderLimits(1.0, n_chars)
     assert compiled(source).render([], limits=limits, x="x" * 10_000) is not None
-    exceeded(source, n_chars // 2 - 100)
+    assert_exceeded(source, n_chars // 2 - 100)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,6 @@ def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
         ("{{ '%99d' is odd }}", "a number is needed"),
         ("{{ '{:>99}'.format(1) }}", "a format may only have"),
         ("{% for m in messages %}{{ {loop: 1} }}{% endfor %}", "too large"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     ],
 )
 def test_what_is_small_does_not_become_huge(source: str, reason: str) -> None:
