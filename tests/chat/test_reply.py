@@ -195,6 +195,11 @@ def test_what_is_no_call_is_text_or_unfinished(text: str, tool_format: ToolForma
         ("lfm2", "<|tool_call_start|>[f(x='it's')]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[f(x={1: 2})]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[f(x=1 + 1)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=().__class__)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=9**9**9)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=-True)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(**{'a': 1})]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(x=f'{y}')]<|tool_call_end|>"),
     ],
 )
 def test_a_malformed_call_is_text_unchanged(tool_format: str, text: str) -> None:

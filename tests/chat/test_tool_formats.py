@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.chat.messages import (
-    message_dict,
-    plain_messages,
-    reads_tool_calls,
-)
+from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls
 from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
@@ -25,6 +21,7 @@ from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 from tests.chat.byte_vocabulary import ByteVocabulary, accepted, allows
+from tests.strategies import json_values, names, texts
 
 CHATML_HERMES = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
@@ -52,46 +49,44 @@ LLAMA3 = """\
 {%- else %}{{- message.content }}{% endif %}{{- '<|im_end|>' }}
 {%- endfor %}"""
 
-MISTRAL_LIST = """\
+MISTRAL = """\
 {{- bos_token }}{%- for message in messages %}
 {%- if message.role == 'user' %}
 {%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}
 {{- '[INST]' + message.content + '[/INST]' }}
 {%- elif message.tool_calls is defined %}
-{{- message.content + '[TOOL_CALLS][' }}
-{%- for call in message.tool_calls %}
+{{- message.content }}CALLS{{- '<|im_end|>' }}
+{%- else %}{{- message.content }}{% endif %}
+{%- endfor %}"""
+
+MISTRAL_LIST = MISTRAL.replace(
+    "CALLS",
+    """{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}
 {%- if call.id | length != 9 %}{{- raise_exception('an id has nine characters') }}{% endif %}
 {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
 {{- ', ' if not loop.last else ']' }}
-{%- endfor %}{{- '<|im_end|>' }}
-{%- else %}{{- message.content }}{% endif %}
-{%- endfor %}"""
+{%- endfor %}""",
+)
 
-MISTRAL_ARGS = """\
-{{- bos_token }}{%- for message in messages %}
-{%- if message.role == 'user' %}
-{%- if tools is not none %}{{- '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}
-{{- '[INST]' + message.content + '[/INST]' }}
-{%- elif message.tool_calls is defined %}
-{{- message.content }}
-{%- for call in message.tool_calls %}
+MISTRAL_ARGS = MISTRAL.replace(
+    "CALLS",
+    """{%- for call in message.tool_calls %}
 {{- '[TOOL_CALLS]' + call.function.name + ID + '[ARGS]' + call.function.arguments | tojson }}
-{%- endfor %}{{- '<|im_end|>' }}
-{%- else %}{{- message.content }}{% endif %}
-{%- endfor %}"""
-
-LFM2 = """\
-{%- if tools %}{{- '<|im_start|>system\\nList of tools: <|tool_list_start|>[' }}
-{%- for tool in tools %}{{- tool | tojson }}{% endfor %}
-{{- ']<|tool_list_end|><|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}"""
+{%- endfor %}""",
+)
 
 PLAIN = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}"""
+
+LFM2 = (
+    """\
+{%- if tools %}{{- '<|im_start|>system\\nList of tools: <|tool_list_start|>[' }}
+{%- for tool in tools %}{{- tool | tojson }}{% endfor %}
+{{- ']<|tool_list_end|><|im_end|>\\n' }}{% endif %}"""
+    + PLAIN
+)
 
 HERMES, LLAMA, LIQUID = TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3"], TOOL_FORMATS["lfm2"]
 FORMATS: dict[str, tuple[ToolFormat, str]] = {
@@ -106,7 +101,6 @@ FORMATS: dict[str, tuple[ToolFormat, str]] = {
     "lfm2": (LIQUID, LFM2),
 }
 every_format = pytest.mark.parametrize("tool_format", [f for f, _ in FORMATS.values()], ids=FORMATS)
-every_template = pytest.mark.parametrize(("tool_format", "source"), FORMATS.values(), ids=FORMATS)
 
 GET = Tool(
     "get",
@@ -163,32 +157,13 @@ CALLS = (
     ),
 )
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "}; {"])
-    | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=8,
-)
-call_lists = st.lists(
-    st.builds(
-        ToolCall,
-        st.from_regex("[A-Za-z0-9]{9}", fullmatch=True),
-        st.from_regex("[A-Za-z_][A-Za-z0-9_.-]{0,9}", fullmatch=True).map("t{}".format),
-        st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), json_values, max_size=3),
-    ),
-    min_size=1,
-    max_size=3,
+MARKERS = ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "}; {"]
+any_json = json_values(texts | st.sampled_from(MARKERS))
+calls = st.builds(
+    ToolCall,
+    st.from_regex("[A-Za-z0-9]{9}", fullmatch=True),
+    names,
+    st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), any_json, max_size=3),
 )
 
 
@@ -217,7 +192,11 @@ def render(source: str, messages: Sequence[Message], calls_as: ToolFormat | None
 
 
 @every_format
-@given(calls=call_lists, before=st.sampled_from(["", "Look.", "Look:\n"]), cut=st.integers(0, 99))
+@given(
+    calls=st.lists(calls, min_size=1, max_size=3),
+    before=st.sampled_from(["", "Look.", "Look:\n"]),
+    cut=st.integers(0, 99),
+)
 def test_what_is_written_is_read(
     tool_format: ToolFormat, calls: list[ToolCall], before: str, cut: int
 ) -> None:
@@ -243,9 +222,8 @@ def test_a_call_cut_off_anywhere_is_unfinished_and_kept(tool_format: ToolFormat)
         assert meant(parser.tool_calls) == meant(CALLS)[:n_calls]
         assert text[:cut].endswith(parser.unfinished)
         if not n_calls:
-            assert (parser.text + parser.unfinished).replace("\n", "") == text[:cut].replace(
-                "\n", ""
-            )
+            rest = parser.text + parser.unfinished
+            assert rest.replace("\n", "") == text[:cut].replace("\n", "")
         else:
             # What may have become a marker is text when nothing follows.
             assert parser.text.startswith("Hi.")
@@ -297,19 +275,6 @@ def test_other_ways_of_writing_are_read(
     assert (parser.text, parser.unfinished) == ("", "")
 
 
-def test_ids_that_the_model_writes_are_kept() -> None:
-    list_call = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]'
-    for text in (list_call, "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}"):
-        assert parse(Mistral(), text).tool_calls == (ToolCall("abc123def", "f", {}),)
-
-
-def test_no_expression_is_evaluated() -> None:
-    for text in ("f(x=().__class__)", "f(x=9**9**9)", "f(x=-True)", "f(**{'a': 1})", "f(x=f'{y}')"):
-        parser = parse(LIQUID, f"<|tool_call_start|>[{text}]<|tool_call_end|>")
-        assert not parser.tool_calls
-        assert text in parser.text
-
-
 def test_what_python_cannot_name_is_not_written() -> None:
     with pytest.raises(UnsupportedFeature, match="no-name"):
         LIQUID.write_calls([ToolCall("abcdefgh1", "f", {"no-name": 1})])
@@ -318,27 +283,25 @@ def test_what_python_cannot_name_is_not_written() -> None:
 # Templates
 
 
-@every_template
-def test_the_format_is_detected_in_the_template(tool_format: ToolFormat, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "tool_format"),
+    [
+        *((source, tool_format) for tool_format, source in FORMATS.values()),
+        (PLAIN, None),
+        ("{{ 'Use your tools: <tool_call>\\n{\"name\": f}\\n</tool_call>' }}", None),
+        ("{% if tools %}{{ '<tool_call>\\n<function=' + tool.name + '>' }}{% endif %}", None),
+        ("{% if tools %}{{ '<tool_call>' + tool.name + '<arg_key>' }}{% endif %}", None),
+        ("{% for tool in tools %}{{ '<|tool_calls_section_begin|>' }}{% endfor %}", None),
+        ("{% for tool in tools %}{{ '<|python_tag|> }}{% endfor %}", None),
+    ],
+)
+def test_the_format_is_detected_in_the_template(
+    source: str, tool_format: ToolFormat | None
+) -> None:
     assert detect_tool_format(source) == tool_format
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        PLAIN,
-        "{{ 'Use your tools: <tool_call>\\n{\"name\": f}\\n</tool_call>' }}",
-        "{% if tools %}{{ '<tool_call>\\n<function=' + tool.name + '>' }}{% endif %}",
-        "{% if tools %}{{ '<tool_call>' + tool.name + '<arg_key>' }}{% endif %}",
-        "{% for tool in tools %}{{ '<|tool_calls_section_begin|>' }}{% endfor %}",
-        "{% for tool in tools %}{{ '<|python_tag|> }}{% endfor %}",
-    ],
-)
-def test_other_templates_have_no_known_format(source: str) -> None:
-    assert detect_tool_format(source) is None
-
-
-@every_template
+@pytest.mark.parametrize(("tool_format", "source"), FORMATS.values(), ids=FORMATS)
 def test_what_a_template_makes_of_a_call_is_read_back(tool_format: ToolFormat, source: str) -> None:
     calls = CALLS[2:] if tool_format is LLAMA else CALLS
     messages = [
@@ -358,30 +321,18 @@ def test_what_a_template_makes_of_a_call_is_read_back(tool_format: ToolFormat, s
 
 def test_messages_say_what_they_have_and_nothing_else() -> None:
     assert message_dict(Message("user", "Hi")) == {"role": "user", "content": "Hi"}
-    assert message_dict(
-        Message("assistant", "Hm.", tool_calls=CALLS[:1], reasoning="Let me see.")
-    ) == {
+    function = {"name": "get", "arguments": dict(CALLS[0].arguments)}
+    said = Message("assistant", "Hm.", tool_calls=CALLS[:1], reasoning="Let me see.")
+    assert message_dict(said) == {
         "role": "assistant",
         "content": "Hm.",
         "reasoning_content": "Let me see.",
-        "tool_calls": [
-            {
-                "id": "abcdefgh1",
-                "type": "function",
-                "function": {"name": "get", "arguments": dict(CALLS[0].arguments)},
-            }
-        ],
+        "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
     }
-    assert message_dict(Message("tool", "42", tool_call_id="abcdefgh1", name="get")) == {
-        "role": "tool",
-        "content": "42",
-        "tool_call_id": "abcdefgh1",
-        "name": "get",
-    }
-    assert tool_dict(GET) == {
-        "type": "function",
-        "function": {"name": "get", "description": "Get something.", "parameters": GET.schema},
-    }
+    result = {"role": "tool", "content": "42", "tool_call_id": "abcdefgh1", "name": "get"}
+    assert message_dict(Message(**result)) == result
+    function = {"name": "get", "description": "Get something.", "parameters": GET.schema}
+    assert tool_dict(GET) == {"type": "function", "function": function}
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS.values(), ids=str)
@@ -461,7 +412,7 @@ def without_control_characters(value: object) -> bool:
 
 
 @every_format
-@given(json_values.filter(without_control_characters))
+@given(any_json.filter(without_control_characters))
 def test_the_grammar_allows_any_json_where_the_schema_does(
     tool_format: ToolFormat, value: object
 ) -> None:
