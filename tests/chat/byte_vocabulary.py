@@ -13,12 +13,8 @@ from llamad_trio.chat.tools.mistral import Mistral
 
 __all__ = ["ByteVocabulary", "accepted", "allows"]
 
-MARKERS = {
-    *TOOL_FORMATS["hermes"].markers,
-    *TOOL_FORMATS["llama3"].markers,
-    *TOOL_FORMATS["lfm2"].markers,
-    *Mistral("args with id").markers,
-}
+FORMATS = (*TOOL_FORMATS.values(), Mistral("args with id"))
+MARKERS = {marker for tool_format in FORMATS for marker in tool_format.markers}
 CONTROL = ("<eos>", "<think>", "</think>", "<other>", *sorted(MARKERS))
 
 

@@ -19,7 +19,7 @@ from llamad_trio.constraints.compiler import Compiler
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message, Request
 from llamad_trio.core.tools import Tool, ToolCall
-from llamad_trio.scheduling.runtime import ModelFacts
+from llamad_trio.testing import ScriptedModel
 from tests.chat.byte_vocabulary import ByteVocabulary
 
 S = SENTINELS[0]
@@ -43,23 +43,7 @@ THINKS = CHATML.replace("assistant\\n' }}", "assistant\\n' }}{{ think or '' }}")
 
 TOKENS = {"<|im_start|>": 1, "<|im_end|>": 2}
 
-FACTS = ModelFacts(
-    architecture="",
-    description="",
-    name=None,
-    n_params=0,
-    file_bytes=0,
-    n_vocab=100,
-    n_ctx_train=100,
-    chat_template=None,
-    bos_text="",
-    eos_text="",
-    max_bytes_per_token=None,
-    can_rewind=True,
-    n_seqs=1,
-    identity="",
-    control_tokens=TOKENS,
-)
+FACTS = attrs.evolve(ScriptedModel().facts, control_tokens=TOKENS)
 
 
 def chat(source: str, **facts: Any) -> ChatFormat:
@@ -195,37 +179,31 @@ def test_a_constraint_begins_after_reasoning_that_the_prompt_leaves_open(
     assert asked.constraint is not None
     assert (asked.constraint.kind, asked.constraint.after) == (kind, after)
     assert asked.in_reasoning is (after is not None)
+    assert (asked.reasoning is not None) is asked.in_reasoning
     if kind == "json_schema":
         assert asked.constraint.source == fields["json_schema"]
 
 
-def test_without_one_a_reply_is_free() -> None:
-    asked = turn(CHATML, Request("x"))
-    assert (asked.constraint, asked.tool_format, asked.reasoning) == (None, None, None)
-    assert asked.visible == frozenset()
+@pytest.mark.parametrize(
+    ("source", "request_"),
+    [
+        (CHATML, Request("x")),
+        (HERMES, Request("x", tools=[GET], tool_choice="none")),
+        (HERMES, Request(None, history=AFTER_A_CALL)),
+    ],
+    ids=["nothing asked", "no choice of tools", "earlier calls alone"],
+)
+def test_without_one_a_reply_is_free(source: str, request_: Request) -> None:
+    asked = turn(source, request_)
+    assert asked == Turn(prompt=asked.prompt)
 
 
 # -- tools ----------------------------------------------------------------------------------
 
 
-def test_tools_make_a_grammar_and_a_way_to_read_calls() -> None:
-    asked = turn(HERMES, Request("x", tools=[GET]))
-    assert asked.constraint is not None
-    assert asked.constraint.kind == "lark"
-    assert asked.tool_format is not None
-    assert read(asked, GET_1).tool_calls == (ToolCall("0", "get", {"a": 1}),)
-
-
-def test_without_a_choice_of_tools_the_reply_is_only_text() -> None:
+def test_without_a_choice_of_tools_the_prompt_has_none() -> None:
     asked = turn(HERMES, Request("x", tools=[GET], tool_choice="none"))
-    assert (asked.constraint, asked.tool_format) == (None, None)
     assert asked.prompt == turn(HERMES, Request("x")).prompt
-
-
-def test_earlier_calls_alone_leave_the_reply_free() -> None:
-    asked = turn(HERMES, Request(None, history=AFTER_A_CALL))
-    assert (asked.constraint, asked.tool_format) == (None, None)
-    assert '"get"' in asked.prompt
 
 
 def test_a_template_that_shows_no_tools_needs_a_format() -> None:
@@ -237,17 +215,13 @@ def test_a_template_that_shows_no_tools_needs_a_format() -> None:
 
 
 def test_calls_in_a_conversation_are_never_left_out() -> None:
-    for source, refused in ((CHATML, True), (HERMES, False)):
-        render = partial(
-            chat(source).render_messages, sentinel=S, limits=FULL, add_generation_prompt=True
-        )
-        for messages in (AFTER_A_CALL, AFTER_A_CALL[1:2], AFTER_A_CALL[2:]):
-            if refused:
-                with pytest.raises(UnsupportedFeature, match="tool_format"):
-                    render(messages)
-            else:
-                assert render(messages)
-        assert render(AFTER_A_CALL[:1])
+    more: dict[str, Any] = {"sentinel": S, "limits": FULL, "add_generation_prompt": True}
+    for messages in (AFTER_A_CALL, AFTER_A_CALL[1:2], AFTER_A_CALL[2:]):
+        assert chat(HERMES).render_messages(messages, **more)
+        with pytest.raises(UnsupportedFeature, match="tool_format"):
+            chat(CHATML).render_messages(messages, **more)
+    assert chat(CHATML).render_messages(AFTER_A_CALL[:1], **more)
+    assert '"get"' in chat(HERMES).render_messages(AFTER_A_CALL, **more)
 
 
 def test_results_and_the_prompt_after_them_are_one_turn_where_calls_are_text() -> None:
@@ -270,10 +244,6 @@ def test_text_of_a_constraint_is_not_taken_for_reasoning() -> None:
     asked = turn(THINKS, Request("x", regex="<think>ab"))
     parser = read(asked, "<think>ab")
     assert (parser.text, parser.reasoning) == ("<think>ab", None)
-    # Where the prompt leaves the block open, the constraint is of what comes after it.
-    opened = turn(THINKS, Request("x", regex="ab", template_vars={"think": "<think>"}))
-    assert opened.in_reasoning
-    assert opened.reasoning is not None
 
 
 def test_a_format_that_is_the_templates_own_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import attrs
 import pytest
@@ -13,9 +13,6 @@ from llamad_trio.chat.guard import SENTINELS, Guard
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 S = SENTINELS[0]
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|a b|>", "|><|")
@@ -83,7 +80,6 @@ def test_a_template_that_ends_in_half_a_token_is_not_helped_to_the_rest(
     ["", "the cat", "a < b | c", "im_start", "[] () {}", "think", "< s >", "ünïcödé 🐈", " "],
 )
 def test_other_text_is_left_as_it_is(text: str) -> None:
-    assert user(f"x{text}x") == f"x{text}x"
     assert user(text) == assistant(text) == text
 
 
@@ -126,13 +122,11 @@ def test_what_an_assistant_said_keeps_its_reasoning_tags_and_no_control_token() 
 
 
 def test_a_token_of_one_character_cannot_be_broken_and_is_left() -> None:
-    guard = Guard(["#", "<s>"], ["!"])
-    assert user("# ! <s>", guard) == f"# ! <{S}s>"
+    assert user("# ! <s>", Guard(["#", "<s>"], ["!"])) == f"# ! <{S}s>"
 
 
 def test_a_vocabulary_without_control_tokens_has_nothing_to_guard() -> None:
-    guard = Guard([])
-    assert user("<s><|im_start|>", guard) == "<s><|im_start|>"
+    assert user("<s><|im_start|>", Guard([])) == "<s><|im_start|>"
 
 
 # -- every field ----------------------------------------------------------------------------
@@ -164,13 +158,6 @@ def test_a_tool_keeps_its_name_and_its_function() -> None:
     found = [guarded.description, *texts_of(guarded.schema)]
     assert [text for text in found if BAD in text] == []
     assert json.loads(json.dumps(guarded.schema, ensure_ascii=False).replace(S, "")) == DATA
-
-
-def test_what_is_no_text_stays_as_it_is() -> None:
-    guarded = GUARD.message(Message("tool", "x"), S)
-    assert (guarded.tool_call_id, guarded.name, guarded.reasoning) == (None, None, None)
-    data: dict[str, object] = {"a": 1, "b": None, "c": [True, 0.5], "d": {}}
-    assert GUARD.data(data, S) == data
 
 
 def test_data_that_is_nested_too_deeply_is_a_protocol_error() -> None:

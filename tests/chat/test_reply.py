@@ -11,7 +11,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.chat.reasoning import ReasoningTags
+from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning
 from llamad_trio.chat.reply import ReplyParser, new_call_id
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
@@ -337,3 +337,35 @@ def test_ids_are_what_mistral_insists_on() -> None:
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("[A-Za-z0-9]{9}", id_) for id_ in ids)
+
+
+# -- the tags of reasoning ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "tags"),
+    [
+        ("{{ '<think>' ~ message.reasoning_content ~ '</think>' }}", THINK),
+        ("{{ message.content.split('</think>')[-1] }}", THINK),
+        ("{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}", THINK),
+        ("{{ '[THINK]' + block.thinking + '[/THINK]' }}", ReasoningTags("[THINK]", "[/THINK]")),
+        ("{{ message.content }}", None),
+        ("I think so", None),
+    ],
+)
+def test_the_tags_are_those_in_the_template(source: str, tags: ReasoningTags | None) -> None:
+    assert detect_reasoning(source) == tags
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tag"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>"),
+        ("<|Assistant|><think>", "<think>"),
+        ("<think>\n\n</think>\n\n", "</think>"),
+        ("what does <think> mean?<|im_start|>assistant\n", None),
+        ("", None),
+    ],
+)
+def test_the_tag_that_a_prompt_ends_in_is_found(prompt: str, tag: str | None) -> None:
+    assert THINK.end_of(prompt) == tag
