@@ -49,14 +49,20 @@ def allowed(matcher: Matcher, n_vocab: int = END + 1) -> NDArray[np.bool_]:
     return np.isfinite(logits) & may_go_on
 
 
+def accepted(matcher: Matcher, tokens: Sequence[int]) -> tuple[int, bool]:
+    """How many of the tokens may be generated, and whether the text may end behind them."""
+    matcher._matcher.reset()
+    for n, token in enumerate(tokens):
+        if not matcher.allows(token):
+            return n, matcher.may_end
+        matcher.accept([token])
+    return len(tokens), matcher.may_end
+
+
 def takes(matcher: Matcher, text: str) -> bool:
     """Whether the text may be generated."""
-    matcher._matcher.reset()
-    for byte in text.encode():
-        if not matcher.allows(byte):
-            return False
-        matcher.accept([byte])
-    return matcher.may_end
+    tokens = text.encode()
+    return accepted(matcher, tokens) == (len(tokens), True)
 
 
 def likings(*groups: tuple[str, float]) -> np.typing.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""A vocabulary of bytes and control tokens, to which llguidance compiles grammars."""
+"""A vocabulary of bytes and control tokens, and what grammars allow of it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,31 @@ import functools
 import json
 from collections.abc import Sequence
 
-import llguidance
-
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.constraints.compiler import Compiler, Matcher
+from llamad_trio.constraints.constraint import Constraint
+from tests import matching
 
 __all__ = ["ByteVocabulary", "accepted", "allows"]
 
 FORMATS = (*TOOL_FORMATS.values(), Mistral("args with id"))
 MARKERS = {marker for tool_format in FORMATS for marker in tool_format.markers}
-CONTROL = ("<eos>", "<think>", "</think>", "<other>", *sorted(MARKERS))
+CONTROL = ("<think>", "</think>", "<other>", *sorted(MARKERS))
 
 
-class _Tokens:
-    """What llguidance asks of a tokenizer."""
-
-    eos_token_id = 256
-    bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), *(text.encode() for text in CONTROL))
-    special_token_ids = tuple(range(256, 256 + len(CONTROL)))
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
-
-
-TOKENIZER = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens()))
-
-
-class ByteVocabulary:
+class ByteVocabulary(matching.Bytes):
     """A model's vocabulary, as a compiler of constraints wants to know it.
 
     Args:
         control: the markers it has control tokens for; the others are spelt out.
     """
 
+    special_token_ids = tuple(range(matching.END, matching.END + 1 + len(CONTROL)))
+    tokens = (*matching.Bytes.tokens, *(text.encode() for text in CONTROL))
+
     def __init__(self, control: Sequence[str] = ()) -> None:
-        self.control_tokens = {text: 256 + CONTROL.index(text) for text in control}
-
-    def pieces(self) -> Sequence[bytes]:
-        return ()
-
-    def tokenizer(self, pieces: Sequence[bytes]) -> llguidance.LLTokenizer:
-        return TOKENIZER
+        self.control_tokens = {text: matching.END + 1 + CONTROL.index(text) for text in control}
 
     def control_token(self, text: str) -> int | None:
         return self.control_tokens.get(text)
@@ -57,7 +40,7 @@ class ByteVocabulary:
         token = self.control_token(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
-    def tokens(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """A reply's tokens, its markers by their control tokens."""
         tokens: list[int] = []
         while text:
@@ -67,18 +50,17 @@ class ByteVocabulary:
         return tokens
 
 
+COMPILER = Compiler(ByteVocabulary(CONTROL))
+
+
 @functools.cache
-def _compiled(grammar: str) -> llguidance.LLMatcher:
-    assert llguidance.LLMatcher.validate_grammar(grammar, TOKENIZER) == ""
-    return llguidance.LLMatcher(TOKENIZER, grammar)
+def compiled(grammar: str) -> Matcher:
+    return COMPILER.compile(Constraint("lark", grammar))
 
 
 def accepted(grammar: str, tokens: Sequence[int]) -> tuple[int, bool]:
     """How many tokens the grammar allows, and whether the reply may end behind them."""
-    matcher = _compiled(grammar).deep_copy()
-    n_tokens = matcher.validate_tokens(list(tokens))
-    matcher.consume_tokens(list(tokens[:n_tokens]))
-    return n_tokens, matcher.is_accepting()
+    return matching.accepted(compiled(grammar), tokens)
 
 
 def allows(grammar: str, tokens: Sequence[int]) -> bool:

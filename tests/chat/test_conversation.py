@@ -297,7 +297,7 @@ def test_a_model_that_reasons_may_do_so_before_a_call_that_is_required(
     asked = turn(THINKS_AND_CALLS, request, control_tokens=vocabulary.control_tokens)
     assert asked.constraint is not None
     matcher = Compiler(vocabulary).compile(asked.constraint)
-    is_allowed = matcher.accept(vocabulary.tokens(reply)) and matcher.may_end
+    is_allowed = matcher.accept(vocabulary.encode(reply)) and matcher.may_end
     assert is_allowed is (reasoning != "refused")
     if is_allowed:
         parser = read(asked, reply)

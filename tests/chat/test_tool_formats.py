@@ -387,7 +387,7 @@ def vocabularies(tool_format: ToolFormat) -> list[ByteVocabulary]:
 @pytest.mark.parametrize("parallel", [True, False])
 def test_the_grammar_allows_what_is_written(tool_format: ToolFormat, parallel: bool) -> None:
     for vocabulary in vocabularies(tool_format):
-        text = vocabulary.tokens
+        text = vocabulary.encode
         for choice in ("required", "auto"):
             grammar = grammar_of(tool_format, vocabulary, choice=choice, parallel=parallel)
             for call in CALLS:
@@ -419,7 +419,7 @@ def test_the_grammar_allows_any_json_where_the_schema_does(
     tool = Tool("f", "", {"type": "object", "properties": {"x": {}}})
     grammar = grammar_of(tool_format, tools=[tool], choice="required")
     call = ToolCall("abcdefgh1", "f", {"x": value})
-    assert allows(grammar, SPELT.tokens(tool_format.write_calls([call])))
+    assert allows(grammar, SPELT.encode(tool_format.write_calls([call])))
 
 
 @every_format
@@ -448,7 +448,7 @@ def test_the_grammar_allows_no_other_call(
     tool_format: ToolFormat, tool: str, arguments: dict[str, object]
 ) -> None:
     for vocabulary in vocabularies(tool_format):
-        wrong = vocabulary.tokens(tool_format.write_calls([ToolCall("abcdefgh1", tool, arguments)]))
+        wrong = vocabulary.encode(tool_format.write_calls([ToolCall("abcdefgh1", tool, arguments)]))
         for choice in ("required", "auto"):
             grammar = grammar_of(tool_format, vocabulary, choice=choice)
             assert accepted(grammar, wrong)[0] < len(wrong)
@@ -469,9 +469,9 @@ def test_text_may_hold_the_given_control_tokens_and_no_others(tool_format: ToolF
     call = tool_format.write_calls(CALLS[:1])
     for parallel in (True, False):
         grammar = grammar_of(tool_format, vocabulary, parallel=parallel, free=free)
-        assert allows(grammar, vocabulary.tokens("<think>Hm {</think>Hello"))
-        assert allows(grammar, vocabulary.tokens(f"<think>Hm {{</think>{call}"))
-        other = ByteVocabulary(["<other>"]).tokens("<other>")[0]
+        assert allows(grammar, vocabulary.encode("<think>Hm {</think>Hello"))
+        assert allows(grammar, vocabulary.encode(f"<think>Hm {{</think>{call}"))
+        other = ByteVocabulary(["<other>"]).encode("<other>")[0]
         assert accepted(grammar, [*b"Hi", other])[0] == 2
 
 
@@ -482,13 +482,13 @@ def test_reasoning_may_come_before_a_call_that_is_required(tool_format: ToolForm
         tags = ReasoningTags("<think>", "</think>")
         grammar = grammar_of(tool_format, vocabulary, choice="required", reasoning=tags)
         for thought in ("", "\nHm, < {\n", "</", "<</thin", "x</thin </"):
-            assert allows(grammar, vocabulary.tokens(f"<think>{thought}</think>\n\n{call}"))
+            assert allows(grammar, vocabulary.encode(f"<think>{thought}</think>\n\n{call}"))
             for wrong in (f"{thought}</think>{call}", f"<think>{thought}</think>Hm.{call}"):
-                assert not allows(grammar, vocabulary.tokens(wrong))
-        assert allows(grammar, vocabulary.tokens(call))
-        assert not allows(grammar, vocabulary.tokens(f"<think>Hm.\n\n{call}"))
+                assert not allows(grammar, vocabulary.encode(wrong))
+        assert allows(grammar, vocabulary.encode(call))
+        assert not allows(grammar, vocabulary.encode(f"<think>Hm.\n\n{call}"))
         # Reasoning ends where a closing tag is spelt out, too.
-        begun = [*vocabulary.tokens("<think>"), *b"</think>"]
+        begun = [*vocabulary.encode("<think>"), *b"</think>"]
         assert accepted(grammar, [*begun, *b"Hm."])[0] == len(begun)
 
 
