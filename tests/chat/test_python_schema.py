@@ -107,6 +107,11 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "object", "properties": {"a": WORD, "b": False}}, "allows nothing"),
         ({"enum": [True], "minimum": 1}, "enum, minimum without a type"),
         ({"type": "object", "patternProperties": {"a": WORD}}, "patternProperties"),
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"allOf": [WORD]}, "allOf"),
+        ({"not": {}}, "'not' at #/properties/x"),
+        ({"$ref": "https://example.com/s"}, "example.com"),
+        ({"type": "array", "items": {"type": "widget"}}, "widget"),
         (nested(490), "nested too deeply"),
         ({"anyOf": [{"enum": ["a" * 6_000]}, *({"enum": [str(i) * 6_000]} for i in range(50)), WORD]}, "bytes"),
     ],
@@ -118,7 +123,17 @@ def test_what_cannot_be_written_out_is_refused_with_the_reason(schema: Any, reas
         Lfm2().grammar([tool], choice="auto", parallel=True, marker=json.dumps)
 
 
-def test_arguments_that_are_no_object_are_refused() -> None:
-    tool = Tool("f", "", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": WORD}}})
-    with pytest.raises(UnsupportedFeature, match="the type 'array' here"):
-        Lfm2().grammar([tool], choice="auto", parallel=True, marker=json.dumps)
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": WORD}}}, "'array' here"),
+        ({"type": "object", "properties": {"no-name": {}}}, "no-name"),
+        ({"type": "object", "additionalProperties": TEXT}, "only be those"),
+        ({"type": "object", "required": ["x"]}, "'x'"),
+        ({"type": "object", "anyOf": [{"required": ["x"]}]}, "anyOf"),
+    ],
+)
+def test_arguments_that_cannot_be_written_out_are_refused(schema: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=reason) as refused:
+        Lfm2().grammar([Tool("f", "", schema)], choice="auto", parallel=True, marker=json.dumps)
+    assert "'f'" in str(refused.value)

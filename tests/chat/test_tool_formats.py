@@ -492,31 +492,6 @@ def test_reasoning_may_come_before_a_call_that_is_required(tool_format: ToolForm
         assert accepted(grammar, [*begun, *b"Hm."])[0] == len(begun)
 
 
-def schema_of(**properties: object) -> Tool:
-    return Tool("f", "", {"type": "object", "properties": properties, "required": [*properties]})
-
-
-@pytest.mark.parametrize(
-    ("tool", "part"),
-    [
-        (schema_of(**{"no-name": {}}), "no-name"),
-        (schema_of(x={"type": "object", "patternProperties": {"a": {}}}), "patternProperties"),
-        (schema_of(x={"type": "array", "contains": {}}), "contains"),
-        (schema_of(x={"allOf": [{"type": "boolean"}]}), "allOf"),
-        (schema_of(x={"not": {}}), "not"),
-        (schema_of(x={"$ref": "https://example.com/s"}), "example.com"),
-        (schema_of(x={"type": "array", "items": {"type": "widget"}}), "widget"),
-        (Tool("f", "", {"type": "object", "additionalProperties": {"type": "string"}}), "schema"),
-        (Tool("f", "", {"type": "object", "required": ["x"]}), "'x'"),
-        (Tool("f", "", {"type": "object", "anyOf": [{"required": ["x"]}]}), "anyOf"),
-    ],
-)
-def test_what_python_cannot_express_is_refused_by_name(tool: Tool, part: str) -> None:
-    with pytest.raises(UnsupportedFeature, match=part) as refused:
-        grammar_of(LIQUID, tools=[tool])
-    assert "'f'" in str(refused.value)
-
-
 @every_format
 def test_a_choice_that_is_no_tool_is_refused(tool_format: ToolFormat) -> None:
     for tools, choice in (((), "auto"), (TOOLS, "nothing"), (TOOLS, "none")):
