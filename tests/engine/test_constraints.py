@@ -126,7 +126,7 @@ async def test_requests_side_by_side_get_what_they_get_alone(can_end_path: Path)
     async with open_engine(can_end_path, EXACT, n_slots=4) as engine:
         alone = [await engine.complete_text(request) for request in requests]
     # A pool this small makes them preempt each other, too.
-    async with open_engine(can_end_path, EXACT, n_slots=4, n_ctx=160) as engine:
+    async with open_engine(can_end_path, EXACT, n_slots=4, n_ctx=96) as engine:
         beside = await side_by_side(partial(engine.complete_text, r) for r in requests)
         assert engine.stats().preemptions > 0
         await until_idle(engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -201,7 +200,8 @@ async def test_a_reader_that_waits_has_no_task_and_no_deadline_of_its_own(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reader.receive)
             await trio.testing.wait_all_tasks_blocked()
-            assert trio.lowlevel.current_statistics().seconds_to_next_deadline == math.inf
+            # That of a test that hangs is far away.
+            assert trio.lowlevel.current_statistics().seconds_to_next_deadline > 60
             publish(broadcast, 1)
 
 
