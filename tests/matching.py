@@ -19,7 +19,7 @@ END = 256
 class Bytes:
     bos_token_id = None
     eos_token_id = END
-    special_token_ids = (END,)
+    special_token_ids: tuple[int, ...] = (END,)
     tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
 
     def __call__(self, text: bytes | str) -> list[int]:
