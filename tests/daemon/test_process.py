@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import pytest
@@ -23,6 +22,19 @@ from llamad_trio import EngineSpec, Limits, ModelLoadError, SocketUnavailable
 from llamad_trio.daemon.config import DaemonConfig
 from llamad_trio.daemon.daemon import run_daemon
 from llamad_trio.isolation import isolation
+from tests.daemon.support import (
+    ASKED,
+    LONG,
+    STOPPING,
+    Stream,
+    apart,
+    assert_one_line,
+    configured,
+    error_of,
+    own_daemon,
+    streaming,
+    table,
+)
 from tests.models import TinyModels
 from tests.serving.support import (
     HANG_S,
@@ -34,11 +46,6 @@ from tests.serving.support import (
     running_daemon,
     wait_for,
 )
-
-LONG: Json = {"prompt": "the cat", "max_tokens": 90_000}
-"""A request that no test waits for the end of."""
-
-STOPPING = {"error": "inference: the daemon is stopping"}
 
 
 def needs(program: str) -> pytest.MarkDecorator:
@@ -68,84 +75,7 @@ def sock(tmp_path: Path) -> Path:
     return tmp_path / "own.sock"
 
 
-@contextmanager
-def own_daemon(sock: Path, model: Path, **env: str) -> Iterator[Daemon]:
-    with running_daemon(sock, model, env={"LLAMAD_N_CTX": "100000", **env}) as daemon:
-        yield daemon
-
-
-@contextmanager
-def configured(sock: Path, text: str, **options: Any) -> Iterator[Daemon]:
-    config = sock.with_name("daemon.toml")
-    config.write_text(text)
-    with running_daemon(sock, "--config", config, **options) as daemon:
-        yield daemon
-
-
-def apart(name: str, path: Path, **fields: int | str) -> str:
-    return table(name, path, isolation="'process'", **fields)
-
-
-def table(name: str, path: Path, **fields: int | str) -> str:
-    lines = [f"[models.{name}]", f"path = {str(path)!r}"]
-    return "\n".join([*lines, *(f"{key} = {value}" for key, value in fields.items())]) + "\n"
-
-
-@contextmanager
-def streaming(daemon: Daemon, **fields: object) -> Iterator[Stream]:
-    """A stream that has begun."""
-    with daemon.connect() as client:
-        client.sendall(as_line({**LONG, "stream": True, **fields}))
-        stream = Stream(client)
-        assert "token" in stream.reply()
-        try:
-            yield stream
-        finally:
-            stream.close()
-
-
-class Stream:
-    """The lines of a reply that is coming."""
-
-    def __init__(self, client: socket.socket) -> None:
-        self._lines = client.makefile("rb")
-
-    def reply(self) -> Json:
-        """The next line."""
-        reply: Json = json.loads(self._lines.readline())
-        return reply
-
-    def close(self) -> None:
-        """Let go of the socket, which stays open until the last of its files is closed."""
-        self._lines.close()
-
-    def last(self) -> Json | None:
-        """The last line, once the daemon has closed; `None` if all of them were tokens."""
-        lines = self._lines.readlines()
-        assert all(line.endswith(b"\n") for line in lines)
-        last: Json = json.loads(lines[-1]) if lines else {"token": ""}
-        return None if "token" in last else last
-
-
-def assert_one_line(error: bytes | str, *words: str) -> None:
-    text = error.decode() if isinstance(error, bytes) else error
-    assert len(text.splitlines()) == 1, text
-    assert text.startswith("error: ")
-    for word in words:
-        assert word in text
-
-
-def error_of(log: str) -> str:
-    """What a daemon that could not go on says, without what it logged before."""
-    assert "Traceback" not in log
-    return "\n".join(
-        line for line in log.splitlines() if " INFO " not in line and " WARNING " not in line
-    )
-
-
 # -- clients ------------------------------------------------------------------------------------------
-
-ASKED: Json = {"prompt": "the cat", "max_tokens": 20, "temperature": 0}
 
 
 def output_of(*command: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:

@@ -28,22 +28,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine
 
-__all__ = [
-    "HANG_S",
-    "LONG_TEXT",
-    "Client",
-    "Daemon",
-    "Json",
-    "as_line",
-    "ask",
-    "connected",
-    "is_there",
-    "running_daemon",
-    "says",
-    "served",
-    "wait_for",
-]
-
 Json = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +37,22 @@ HANG_S = 60
 
 LONG_TEXT = "and so on, " * 9000
 """A reply that no test waits for the end of; a `served` engine has room for it."""
+
+
+FOUR = b'{"text":"4","prompt_tokens":4,"generated_tokens":2}\n'
+"""The reply to `ASKED`, of the scripted model, whose tokens are characters and an end."""
+
+ASKED = b'{"prompt":"2+2?","raw":true}'
+STREAMED = b'{"prompt":"20+22","raw":true,"stream":true}'
+FORTY_TWO = (
+    b'{"token":"4"}\n{"token":"2"}\n'
+    b'{"done":true,"text":"42","prompt_tokens":5,"generated_tokens":3}\n'
+)
+
+STUCK = 3600.0
+"""Seconds for a step of a model that is to come to nothing while a test looks."""
+
+READ_TIMEOUT = b'{"error":"read timeout"}\n'
 
 
 def as_line(data: object) -> bytes:
@@ -71,6 +71,18 @@ def is_there(path: Path) -> bool:
 def says(reply: Any, **options: Any) -> ScriptedModel:
     """A scripted model that may say much."""
     return ScriptedModel(reply, n_ctx_train=1_048_576, **options)
+
+
+def arithmetic(**options: Any) -> ScriptedModel:
+    return says(
+        {
+            "2+2?": "4",
+            "20+22": "42",
+            "fail": ValueError("why"),
+            "count": LONG_TEXT,
+        },
+        **options,
+    )
 
 
 @asynccontextmanager

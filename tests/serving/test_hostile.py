@@ -8,8 +8,8 @@ import random
 import resource
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.models import TinyModels
 from tests.serving.support import (
     HANG_S,
     LONG_TEXT,
+    STUCK,
     Client,
     Daemon,
     Json,
@@ -40,8 +41,6 @@ from tests.serving.support import (
     served,
 )
 from tests.support import until, until_idle, until_queued
-
-STUCK = 3600.0
 
 
 async def n_connections(sock: Path) -> int:
@@ -340,75 +339,55 @@ STOPPING = b'{"error":"inference: the daemon is stopping"}\n'
 
 async def test_the_end_is_told_to_every_client_whose_request_is_under_way(sock: Path) -> None:
     model = says(LONG_TEXT, decode_s=0.001)
-    async with open_scripted_engine(model, n_slots=2, n_ctx=1_048_576) as engine:
-        async with (
-            connected_later(sock) as streaming,
-            connected_later(sock) as whole,
-            connected_later(sock) as waiting,
-            connected_later(sock) as silent,
-            connected_later(sock) as kept,
-        ):
-            async with open_plain_nursery() as nursery:
-                await nursery.start(serve_unix, engine, sock)
-                for later in (streaming, whole, waiting, silent, kept):
-                    await later.connect()
-                await streaming.client.send({"prompt": "x", "stream": True})
-                await streaming.client.reply()
-                await whole.client.send({"prompt": "x"})
-                await until(lambda: engine.stats().slots["free"] == 0)
-                await waiting.client.send({"prompt": "x", "id": "w"})
-                await kept.client.send({"prompt": "x", "id": 1, "keep": True})
-                await kept.client.send({"prompt": "x", "id": 2, "keep": True, "stream": True})
-                await until_queued(engine, 3)
-            assert not is_there(sock)
-            *tokens, last = (await streaming.client.rest()).splitlines(keepends=True)
-            assert all(line.startswith(b'{"token":') for line in tokens)
-            assert last == STOPPING
-            assert await whole.client.rest() == STOPPING
-            assert await waiting.client.rest() == b'{"id":"w",' + STOPPING[1:]
-            assert await silent.client.rest() == STOPPING
-            assert sorted((await kept.client.rest()).splitlines(keepends=True)) == [
-                b'{"id":1,' + STOPPING[1:],
-                b'{"id":2,' + STOPPING[1:],
+    async with (
+        open_scripted_engine(model, n_slots=2, n_ctx=1_048_576) as engine,
+        AsyncExitStack() as clients,
+    ):
+        async with open_plain_nursery() as nursery:
+            await nursery.start(serve_unix, engine, sock)
+            streaming, whole, waiting, silent, kept = [
+                await clients.enter_async_context(connected(sock)) for _ in range(5)
             ]
+            await streaming.send({"prompt": "x", "stream": True})
+            await streaming.reply()
+            await whole.send({"prompt": "x"})
+            await until(lambda: engine.stats().slots["free"] == 0)
+            await waiting.send({"prompt": "x", "id": "w"})
+            await kept.send({"prompt": "x", "id": 1, "keep": True})
+            await kept.send({"prompt": "x", "id": 2, "keep": True, "stream": True})
+            await until_queued(engine, 3)
+        assert not is_there(sock)
+        *tokens, last = (await streaming.rest()).splitlines(keepends=True)
+        assert all(line.startswith(b'{"token":') for line in tokens)
+        assert last == STOPPING
+        assert await whole.rest() == STOPPING
+        assert await waiting.rest() == b'{"id":"w",' + STOPPING[1:]
+        assert await silent.rest() == STOPPING
+        assert sorted((await kept.rest()).splitlines(keepends=True)) == [
+            b'{"id":1,' + STOPPING[1:],
+            b'{"id":2,' + STOPPING[1:],
+        ]
         await until_idle(engine)
         # The engine is the program's own, and goes on.
         assert (await engine.complete("x", max_tokens=3)).text == "and"
 
 
-class Later:
-    """A client that connects when it is told to, and may outlive the listener."""
-
-    def __init__(self, sock: Path) -> None:
-        self._sock = sock
-
-    async def connect(self) -> None:
-        self.client = Client(await trio.open_unix_socket(str(self._sock)))
-
-
-@asynccontextmanager
-async def connected_later(sock: Path) -> AsyncIterator[Later]:
-    later = Later(sock)
-    try:
-        yield later
-    finally:
-        later.client.stream.socket.close()
-
-
 async def test_the_end_does_not_wait_for_who_does_not_read(sock: Path) -> None:
-    async with open_scripted_engine(says(LONG_TEXT), n_ctx=1_048_576) as engine:
-        async with connected_later(sock) as later:
-            async with open_plain_nursery() as nursery:
-                # Waiting for it would take longer than a test may take.
-                limits = Limits(stream_timeout_s=10 * HANG_S)
-                await nursery.start(partial(serve_unix, engine, sock, limits=limits))
-                await later.connect()
-                await later.client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
-                await until(lambda: engine.stats().slots["paused"] == 1)
-            assert not is_there(sock)
-            # What it has not read stays whole lines, but for the last.
-            *lines, _ = (await later.client.rest()).split(b"\n")
-            assert all("token" in json.loads(line) for line in lines)
+    # Waiting for it would take longer than `no_hang` allows.
+    limits = Limits(stream_timeout_s=10 * HANG_S)
+    async with (
+        open_scripted_engine(says(LONG_TEXT), n_ctx=1_048_576) as engine,
+        AsyncExitStack() as clients,
+    ):
+        async with open_plain_nursery() as nursery:
+            await nursery.start(partial(serve_unix, engine, sock, limits=limits))
+            client = await clients.enter_async_context(connected(sock))
+            await client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
+            await until(lambda: engine.stats().slots["paused"] == 1)
+        assert not is_there(sock)
+        # What it has not read stays whole lines, but for the last.
+        *lines, _ = (await client.rest()).split(b"\n")
+        assert all("token" in json.loads(line) for line in lines)
         await until_idle(engine)
 
 

@@ -308,6 +308,9 @@ async def test_what_names_no_model_is_refused_and_never_the_default_one(
                 await call(name)
         with pytest.raises(ProtocolError, match="model"):
             models.state(name)
+        if name is not None:
+            with pytest.raises(ProtocolError, match="model"):
+                await models.complete("x", model=name)
         if name != "zz":
             with pytest.raises(ProtocolError, match="model"):
                 await models.add(name, EngineSpec("a"))
