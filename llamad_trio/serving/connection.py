@@ -24,10 +24,7 @@ that is closed with something unread resets the connection."""
 class Connection:
     """Reads requests of and sends replies to one client.
 
-    Args:
-        stream: the accepted socket.
-        limits: sizes and times.
-        scope: cancelled when the client cannot be talked to any more.
+    It cancels `scope` when the client cannot be talked to any more.
     """
 
     def __init__(self, stream: trio.SocketStream, limits: Limits, scope: trio.CancelScope) -> None:

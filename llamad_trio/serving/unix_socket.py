@@ -234,9 +234,6 @@ def peer_is_trusted(sock: socket.socket | trio.socket.SocketType) -> bool:
     """Whether the process that made the connection was run by our own user or by root.
 
     Always true where the system does not tell: the socket's mode protects it there.
-
-    Args:
-        sock: a connected Unix stream socket.
     """
     if sys.platform != "linux":
         return True
@@ -260,16 +257,13 @@ class HangupWatcher:
         self._closed = False
 
     async def wait_gone(self, sock: socket.socket | trio.socket.SocketType) -> None:
-        """Wait until the peer of `sock` has closed the connection or died.
+        """Wait until the peer of a connected Unix stream socket has closed it or died.
 
         Returns at once if it already has.  Also returns when both sides have shut down
         writing: the system makes no difference.  What the peer had sent can still be read.
         End the wait before you close `sock`; otherwise it lasts until it is cancelled.
 
         A checkpoint.  Cancelled, `sock` is no longer watched.
-
-        Args:
-            sock: a connected Unix stream socket.
 
         Raises:
             trio.BusyResourceError: another task is waiting for the same socket.

@@ -128,10 +128,7 @@ class Supervisor:
             yield self.engine
 
     async def wait_ready(self, *, want: bool) -> None:
-        """Wait until the engine is ready.
-
-        Args:
-            want: have it loaded if it is not.
+        """Wait until the engine is ready, and with `want` have it loaded if it is not.
 
         A checkpoint where it waits.  Raises as `in_use`.
         """

@@ -39,11 +39,7 @@ def _siblings(cpus: Path, cpu: int) -> str:
 
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
-    """CPUs' worth of time this process's cgroup may use, `None` without a limit.
-
-    Args:
-        cgroup: where the control groups are mounted (version 1 or 2).
-    """
+    """CPUs' worth of time this process's cgroup may use, `None` without a limit."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):

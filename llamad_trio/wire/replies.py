@@ -186,12 +186,7 @@ for _kind in _EVENTS.values():
 
 
 def engine_event_reply(event: EngineEvent, shift_s: float) -> dict[str, object]:
-    """An event as it is sent.
-
-    Args:
-        event: what happened.
-        shift_s: added to its time.
-    """
+    """An event as it is sent, its time shifted."""
     return {
         "event": {
             "type": type(event).__name__,
@@ -204,12 +199,9 @@ def engine_event_reply(event: EngineEvent, shift_s: float) -> dict[str, object]:
 def engine_event_from(
     reply: dict[str, object], shift_s: float, context_of: Callable[[object], Context | None]
 ) -> EngineEvent | None:
-    """The event that a line tells of; `None` for one of a kind that is not known here.
+    """The event that a line tells of, its time shifted; `None` for a kind not known here.
 
-    Args:
-        reply: the line.
-        shift_s: added to the event's time.
-        context_of: the context of the task that made a call, by what is told of its id.
+    `context_of` gives the context of the task that made a call, by what is told of its id.
 
     Raises:
         ProtocolError: it tells of none.
