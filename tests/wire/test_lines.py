@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.wire.lines import LineBuffer, LineTooLong
+from llamad_trio.wire.lines import LineBuffer, LineTooLong, encode_line
 
 # Newlines are as frequent as all the rest together.
 raw = st.lists(st.one_of(st.just(b"\n"), st.binary(max_size=6))).map(b"".join)
@@ -94,3 +94,7 @@ def test_the_limit_does_not_hang_on_the_cutting(data: bytes, places: list[int], 
     fitting = next((n for n, line in enumerate(expected) if len(line) > limit), len(expected))
     assert found == expected[:fitting]
     assert is_too_long is (fitting < len(expected))
+
+
+def test_a_lone_surrogate_is_sent_as_a_question_mark() -> None:
+    assert encode_line({"text": "\N{SNOWMAN}\ud800"}) == '{"text": "\N{SNOWMAN}?"}\n'.encode()
