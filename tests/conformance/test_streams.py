@@ -239,11 +239,12 @@ async def test_receive_is_a_checkpoint_though_much_has_arrived(
 
 async def test_a_cancelled_result_leaves_the_stream_where_it_is(pair: Pair) -> None:
     async with pair.engine.stream(CAT) as tokens:
-        await tokens.receive()
+        first = await tokens.receive()
         with trio.CancelScope() as scope:
             scope.cancel()
             await tokens.result()
         assert scope.cancelled_caught
+        assert tokens.text == first
         assert (await tokens.result()).text == tokens.text
 
 

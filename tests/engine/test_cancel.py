@@ -14,7 +14,7 @@ from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.support import (
     ENDLESS,
     EXACT,
-    SURE_PROMPTS,
+    before_steps,
     count_pieces,
     held_steps,
     side_by_side,
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from llamad_trio.scheduling.plan import StepPlan, StepResult
+    from llamad_trio.scheduling.plan import StepPlan
 
 ASKED = Request("The quick brown fox jumps over the lazy", raw=True, max_tokens=1, temperature=0)
-COUNTING = Request(SURE_PROMPTS[0], raw=True, temperature=0)
 
 
 async def test_a_request_is_cancelled_while_its_prompt_is_read(engine: Engine) -> None:
@@ -66,20 +65,18 @@ async def test_a_step_shared_with_others_is_left_to_finish(
     text = await tiny.complete_text(asked)
     scope = trio.CancelScope()
     plans: list[StepPlan] = []
-    run_step = LlamaRuntime.step
 
-    def cancel_in_a_shared_step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
+    def cancel_in_a_shared_step(plan: StepPlan) -> None:
         plans.append(plan)
         if [len(plan.work) for plan in plans].count(2) == 1:
             trio.from_thread.run_sync(scope.cancel)
             trio.from_thread.run(until, lambda: tiny.stats().requests["cancelled"] == 1)
-        return run_step(runtime, plan)
 
     async def complete_until_cancelled() -> None:
         with scope:
             await tiny.complete("a hat", max_tokens=ENDLESS)
 
-    monkeypatch.setattr(LlamaRuntime, "step", cancel_in_a_shared_step)
+    before_steps(monkeypatch, cancel_in_a_shared_step)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(complete_until_cancelled)
         assert await tiny.complete_text(asked) == text
