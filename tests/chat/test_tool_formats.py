@@ -329,7 +329,12 @@ def test_messages_say_what_they_have_and_nothing_else() -> None:
         "reasoning_content": "Let me see.",
         "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
     }
-    result: dict[str, Any] = {"role": "tool", "content": "42", "tool_call_id": "abcdefgh1", "name": "get"}
+    result: dict[str, Any] = {
+        "role": "tool",
+        "content": "42",
+        "tool_call_id": "abcdefgh1",
+        "name": "get",
+    }
     assert message_dict(Message(**result)) == result
     function = {"name": "get", "description": "Get something.", "parameters": GET.schema}
     assert tool_dict(GET) == {"type": "function", "function": function}

@@ -28,6 +28,7 @@ from tests.models import TinyModels
 from tests.serving.support import (
     HANG_S,
     LONG_TEXT,
+    READ_TIMEOUT,
     STUCK,
     Client,
     Daemon,
@@ -263,6 +264,18 @@ async def test_a_peer_that_has_only_ended_its_side_gets_its_answer(sock: Path) -
             assert json.loads(reply.splitlines()[-1])["text"] == "42"
         await until_all_is_free(sock, engine)
         assert engine.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
+
+
+async def test_half_open_peers_cost_their_connections_only(sock: Path) -> None:
+    async with served(sock, says("4"), limits=Limits(request_timeout_s=0.2)) as engine:
+        clients = [Client(await trio.open_unix_socket(str(sock))) for _ in range(50)]
+        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
+        for client in clients:
+            assert await client.rest() == READ_TIMEOUT
+        # They have not closed, and are forgotten all the same.
+        await until_all_is_free(sock, engine)
+        for client in clients:
+            client.stream.socket.close()
 
 
 async def random_client(sock: Path, chance: random.Random) -> None:
