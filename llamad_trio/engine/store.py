@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,6 +31,7 @@ from llamad_trio.scheduling.snapshot_file import (
     unpack_tokens,
 )
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
+from llamad_trio.system.user_cache import replace_file
 
 logger = logging.getLogger("llamad_trio")
 
@@ -89,20 +90,10 @@ class SnapshotStore:
             return None
         parts = encode(snapshot, manifest=self._manifest)
         path = self._folder / (hashlib.sha256(parts[1]).hexdigest()[:32] + SUFFIX)
-        temporary = ""
+        draft = self._folder / f"{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
         try:
-            with tempfile.NamedTemporaryFile(
-                dir=self._folder, prefix=f"{os.getpid()}-", suffix=TEMPORARY, delete=False
-            ) as file:
-                temporary = file.name
-                for part in parts:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            replace_file(path, parts, draft=draft)
         except OSError as error:
-            if temporary:
-                _unlink(Path(temporary))
             self._give_up(error)
             return None
         self._keep_within(path)

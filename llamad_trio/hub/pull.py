@@ -399,7 +399,9 @@ class _Pull:
     def _keep_receipt(self, digest: FileDigest) -> None:
         # Before the model: without a receipt the file would count as not installed.
         text = json.dumps(converter.unstructure(digest)) + "\n"
-        replace_file(receipt_path(self.model), [text.encode()], draft=self.scratch / "receipt")
+        replace_file(
+            receipt_path(self.model), [text.encode()], draft=self.scratch / "receipt", mode=0o666
+        )
 
     def _discard(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)

@@ -27,7 +27,7 @@ def replace_text(path: Path, text: str) -> None:
     replace_file(path, [text.encode()], draft=path.with_name(f"{path.name}.{secrets.token_hex(8)}"))
 
 
-def replace_file(path: Path, parts: Iterable[bytes], *, draft: Path) -> None:
+def replace_file(path: Path, parts: Iterable[bytes], *, draft: Path, mode: int = 0o600) -> None:
     """Write a file whole: whoever reads it meanwhile sees all of it, or the one before.
 
     It survives a power cut as soon as its folder does.
@@ -37,12 +37,13 @@ def replace_file(path: Path, parts: Iterable[bytes], *, draft: Path) -> None:
         parts: what is in it.
         draft: where it is written before it is moved: a path that nobody else has, in the same
             file system.
+        mode: its permissions, as far as the umask has them.
 
     Raises:
         OSError: it cannot be written; what was there stays, and nothing else is left.
     """
     try:
-        with draft.open("wb") as file:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,8 +237,8 @@ def raising(code: int) -> Callable[..., None]:
         (os, "fsync", errno.ENOSPC),
         (os, "fsync", errno.EIO),
         (os, "replace", errno.EACCES),
-        (tempfile, "NamedTemporaryFile", errno.EACCES),
-        (tempfile, "NamedTemporaryFile", errno.EROFS),
+        (os, "open", errno.EACCES),
+        (os, "open", errno.EROFS),
     ],
 )
 def test_a_disk_that_takes_nothing_is_warned_of_once_and_leaves_no_rubbish(
