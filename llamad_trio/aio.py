@@ -29,7 +29,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 from llamad_trio.background_run import (
     Answer,
     BackgroundRun,
-    Call,
+    EngineCall,
     EngineHandle,
     Opener,
     StreamCall,
@@ -234,7 +234,7 @@ class AsyncEngine(EngineHandle):
         return stats
 
     async def _ask(self, work: Callable[[EngineLike], Awaitable[T]]) -> T:
-        call = Call(self._run, work)
+        call = EngineCall(self._run, work)
         await _submit_and_wait(self._run, call, lambda: call.is_here)
         return call.get()
 
@@ -322,7 +322,9 @@ async def _end(run: BackgroundRun) -> None:
     run.join()  # it has said its last word
 
 
-async def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
+async def _submit_and_wait(
+    run: BackgroundRun, call: EngineCall[T], ready: Callable[[], bool]
+) -> None:
     """Submit a call, if that was not done, and wait; a cancel of the task cancels the call."""
     run.check_thread()
     try:
@@ -337,7 +339,7 @@ async def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[]
         raise
 
 
-async def _stop(call: Call[T]) -> None:
+async def _stop(call: EngineCall[T]) -> None:
     """Cancel a call, and wait until it is out of the engine."""
     call.cancel()
     if call.is_submitted:

@@ -110,7 +110,7 @@ class Answer(Generic[T]):
             self._wakers.popleft()()
 
 
-class Call(Answer[T]):
+class EngineCall(Answer[T]):
     """One request, from outside the Trio run to its end.
 
     A negative `timeout_s` is over at once; one that is no number is a `ProtocolError`.
@@ -164,7 +164,7 @@ class _Stream(Protocol[PartT_co]):
     async def result(self) -> Completion: ...
 
 
-class StreamCall(Call[Completion], Generic[PartT]):
+class StreamCall(EngineCall[Completion], Generic[PartT]):
     """A request whose reply comes in parts.
 
     A reader that keeps up is woken once for all that is there.  For one that does not, parts
@@ -238,7 +238,7 @@ class BackgroundRun:
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = new_scope()  # around all of it; cancelled only to stop the opening
         self._nursery: trio.Nursery | None = None
-        self._calls: set[Call[object]] = set()
+        self._calls: set[EngineCall[object]] = set()
         self._crash: BaseException | None = None
 
     # -- from any thread ----------------------------------------------------------------------
@@ -250,14 +250,14 @@ class BackgroundRun:
             raise RuntimeError("an engine cannot be opened while the interpreter exits")
         self._thread.start()
 
-    def submit(self, call: Call[T]) -> None:
+    def submit(self, call: EngineCall[T]) -> None:
         """Have a call served.  One that comes too late is answered at once.
 
         Raises:
             RuntimeError: this is the run's own thread, which would wait for itself.
         """
         self.check_thread()
-        if not self.is_ending and self.soon(self._serve, cast("Call[object]", call)):
+        if not self.is_ending and self.soon(self._serve, cast("EngineCall[object]", call)):
             call._is_submitted = True
             return
         if self.is_lost:
@@ -329,7 +329,7 @@ class BackgroundRun:
         elif not self.opened.is_here:
             self._scope.cancel()
 
-    def _serve(self, call: Call[object]) -> None:
+    def _serve(self, call: EngineCall[object]) -> None:
         if call in self._calls or call.is_here:
             return  # submitted again, by a caller that was interrupted in between
         self._calls.add(call)
@@ -338,13 +338,13 @@ class BackgroundRun:
         else:
             self._give_up(call)
 
-    async def _answer(self, call: Call[object]) -> None:
+    async def _answer(self, call: EngineCall[object]) -> None:
         try:
             await call.serve(self.opened.get())
         finally:
             self._give_up(call)
 
-    def _give_up(self, call: Call[object]) -> None:
+    def _give_up(self, call: EngineCall[object]) -> None:
         if self.is_ending:
             call.fail(EngineClosed())
         if call.is_here:

@@ -22,7 +22,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 from llamad_trio.background_run import (
     Answer,
     BackgroundRun,
-    Call,
+    EngineCall,
     EngineHandle,
     Opener,
     StreamCall,
@@ -292,7 +292,7 @@ class BlockingEngine(EngineHandle):
             self._run.ended.get()  # the engine's own death comes out of its block
 
     def _ask(self, work: Callable[[EngineLike], Awaitable[T]], timeout: float | None = None) -> T:
-        call = Call(self._run, work, timeout)
+        call = EngineCall(self._run, work, timeout)
         _submit_and_wait(self._run, call, lambda: call.is_here)
         return _result_or_exit(call)
 
@@ -374,7 +374,7 @@ class BlockingTextStream(BlockingStream[str]):
         return piece
 
 
-def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[], bool]) -> None:
+def _submit_and_wait(run: BackgroundRun, call: EngineCall[T], ready: Callable[[], bool]) -> None:
     """Submit a call, if that was not done, and wait; whatever interrupts it cancels the call."""
     run.check_thread()
     try:
@@ -386,7 +386,7 @@ def _submit_and_wait(run: BackgroundRun, call: Call[T], ready: Callable[[], bool
         raise
 
 
-def _stop(call: Call[T]) -> None:
+def _stop(call: EngineCall[T]) -> None:
     """Cancel a call, and wait until it is out of the engine."""
     call.cancel()
     if call.is_submitted:
@@ -404,7 +404,7 @@ def _wait(answer: Answer[T], ready: Callable[[], bool]) -> None:
             gate.acquire()
 
 
-def _result_or_exit(call: Call[T]) -> T:
+def _result_or_exit(call: EngineCall[T]) -> T:
     try:
         return call.get()
     except EngineClosed:
