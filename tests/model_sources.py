@@ -282,6 +282,7 @@ class StallingIndex(_Server):
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_EXTRA_INDEX_URL": "",
             "PIP_FIND_LINKS": "",
+            "PIP_NO_INDEX": "0",
             "PIP_INDEX_URL": f"{self.url}/simple",
             "NO_PROXY": "127.0.0.1",
         }

@@ -12,10 +12,10 @@ from llamad_trio.hub.digest import CHUNK_BYTES, file_sha256
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    models = tmp_path / "models"
-    monkeypatch.setenv("LLAMAD_MODELS_DIR", str(models))
-    return models
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"x")
+    return path
 
 
 def reads_of(path: Path) -> tuple[str, int]:
@@ -25,8 +25,7 @@ def reads_of(path: Path) -> tuple[str, int]:
     return digest, len(chunks)
 
 
-def test_a_file_is_read_once_until_it_changes(tmp_path: Path, models: Path) -> None:
-    path = tmp_path / "file"
+def test_a_file_is_read_once_until_it_changes(path: Path) -> None:
     path.write_bytes(b"x" * (CHUNK_BYTES + 1))
     expected = hashlib.sha256(path.read_bytes()).hexdigest()
     assert reads_of(path) == (expected, 2)
@@ -38,29 +37,20 @@ def test_a_file_is_read_once_until_it_changes(tmp_path: Path, models: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b"", b"no json", b"[]", b'{"a": 1}'])
-def test_a_damaged_memory_is_forgotten(tmp_path: Path, models: Path, damage: bytes) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x")
-    models.mkdir()
+def test_a_damaged_memory_is_forgotten(path: Path, models: Path, damage: bytes) -> None:
+    models.mkdir(parents=True)
     (models / "digests.json").write_bytes(damage)
     assert reads_of(path) == (hashlib.sha256(b"x").hexdigest(), 1)
     assert reads_of(path)[1] == 0
 
 
-def test_without_a_place_for_the_memory_each_time_is_the_first(
-    tmp_path: Path, models: Path
-) -> None:
-    models.write_text("a file where the directory should be")
-    path = tmp_path / "file"
-    path.write_bytes(b"x")
+def test_without_a_place_for_the_memory_each_time_is_the_first(path: Path, models: Path) -> None:
+    models.parent.write_text("a file where a directory should be")
     assert reads_of(path)[1] == 1
     assert reads_of(path)[1] == 1
 
 
-def test_what_is_raised_between_chunks_ends_the_reading(tmp_path: Path, models: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x")
-
+def test_what_is_raised_between_chunks_ends_the_reading(path: Path, models: Path) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -70,12 +60,11 @@ def test_what_is_raised_between_chunks_ends_the_reading(tmp_path: Path, models: 
 
 
 def test_a_full_disk_leaves_no_half_written_memory(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    (tmp_path / "model.gguf").write_bytes(b"abc")
     monkeypatch.setattr(Path, "replace", full)
-    assert file_sha256(tmp_path / "model.gguf") == hashlib.sha256(b"abc").hexdigest()
+    assert file_sha256(path) == hashlib.sha256(b"x").hexdigest()
     assert list(models.iterdir()) == []

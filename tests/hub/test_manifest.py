@@ -6,12 +6,10 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import pytest
 
-import llamad_trio.hub.manifest
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.hub.manifest import (
     DEFAULT_MODEL,
@@ -30,9 +28,6 @@ from llamad_trio.hub.manifest import (
     resolve_model,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 MODEL = """
 [[models]]
 name = "tiny"
@@ -46,30 +41,18 @@ PACKAGES = '[[models.sources]]\nkind = "pypi"\npackages = ["a==1", "b==1"]\nmemb
 HUB = '[[models.sources]]\nkind = "hub"\nrepo = "me/tiny"\nfile = "tiny.gguf"\n'
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty models directory."""
-    monkeypatch.setenv("LLAMAD_MODELS_DIR", str(tmp_path / "models"))
-    (tmp_path / "models").mkdir()
-    return tmp_path / "models"
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Callable[[str], dict[str, KnownModel]]:
-    """Reads a manifest given as text."""
-
-    def read(text: str) -> dict[str, KnownModel]:
-        path = tmp_path / "models.toml"
-        path.write_text(text)
-        load_manifest.cache_clear()
-        return dict(load_manifest(path))
-
-    return read
+def read(folder: Path, text: str) -> dict[str, KnownModel]:
+    """A manifest given as text."""
+    path = folder / "models.toml"
+    path.write_text(text)
+    load_manifest.cache_clear()
+    return dict(load_manifest(path))
 
 
 def place(model: KnownModel, size_bytes: int | None = None) -> Path:
     """A file of the model's size, or of another, that takes no room on the disk."""
     path = models_dir() / model.file
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as out:
         out.truncate(model.size_bytes if size_bytes is None else size_bytes)
     return path
@@ -105,14 +88,14 @@ def test_models_from_packages_are_pinned_by_version_size_and_digest() -> None:
     ]
 
 
-def test_each_kind_of_source_is_read(read: Callable[[str], dict[str, KnownModel]]) -> None:
-    model = read(MODEL + DIGEST + PACKAGES + HUB)["tiny"]
+def test_each_kind_of_source_is_read(tmp_path: Path) -> None:
+    model = read(tmp_path, MODEL + DIGEST + PACKAGES + HUB)["tiny"]
     assert model.sources == (
         PypiSource(("a==1", "b==1"), "*/x"),
         HubSource("me/tiny", "tiny.gguf", "main"),
     )
     assert model.digest == FileDigest(3, "0" * 64)
-    assert read(MODEL + HUB)["tiny"].digest is None
+    assert read(tmp_path, MODEL + HUB)["tiny"].digest is None
 
 
 def test_a_model_survives_the_way_to_plain_data_and_back() -> None:
@@ -144,10 +127,10 @@ def test_a_model_survives_the_way_to_plain_data_and_back() -> None:
     ],
 )
 def test_a_manifest_with_a_mistake_is_refused_and_the_mistake_named(
-    read: Callable[[str], dict[str, KnownModel]], text: str, complaint: str
+    tmp_path: Path, text: str, complaint: str
 ) -> None:
     with pytest.raises(ManifestError) as caught:
-        read(text)
+        read(tmp_path, text)
     assert complaint in str(caught.value)
     assert caught.value.path.endswith("models.toml")
 
@@ -189,7 +172,7 @@ def test_an_unknown_name_that_is_near_nothing_lists_all() -> None:
     assert all(name in caught.value.reason for name in load_manifest())
 
 
-def test_a_known_model_that_is_not_pulled_names_the_command(models: Path) -> None:
+def test_a_known_model_that_is_not_pulled_names_the_command() -> None:
     with pytest.raises(ModelLoadError, match="llamad_trio pull smollm2-135m") as caught:
         resolve_model("smollm2-135m")
     assert caught.value.path == "smollm2-135m"
@@ -203,7 +186,7 @@ def test_a_known_model_that_is_pulled_is_found(models: Path) -> None:
     assert installed_path("smollm2-135m") == path
 
 
-def test_a_file_of_the_wrong_size_or_kind_is_not_installed(models: Path) -> None:
+def test_a_file_of_the_wrong_size_or_kind_is_not_installed() -> None:
     model = known_model("smollm2-135m")
     path = place(model, size_bytes=5)
     assert installed_path(model) is None
@@ -218,9 +201,7 @@ def test_anything_else_is_a_path(path: str) -> None:
     assert resolve_model(Path("smollm2-135m")) == Path("smollm2-135m")
 
 
-def test_a_model_without_a_declared_digest_is_installed_only_with_its_receipt(
-    models: Path,
-) -> None:
+def test_a_model_without_a_declared_digest_is_installed_only_with_its_receipt() -> None:
     model = known_model("qwen3-0.6b")
     path = place(model, size_bytes=7)
     assert known_digest(model) is None
@@ -247,8 +228,5 @@ def test_reading_the_manifest_loads_no_client_and_no_terminal_library() -> None:
         "import sys, llamad_trio.hub.manifest as m; m.load_manifest();"
         "print(*sorted({'huggingface_hub', 'rich', 'click', 'platformdirs'} & set(sys.modules)))"
     )
-    root = Path(llamad_trio.hub.manifest.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.split() == []
