@@ -155,6 +155,7 @@ def test_no_way_leads_out(victim: Victim, source: str) -> None:
 LOOP = "{% for i in range(100000) %}"
 NESTED = LOOP * 4
 END = "{% endfor %}" * 4
+FOREVER = NESTED + END
 # 2 ** 60 items on paper.
 TUPLES = "{% set ns = namespace(x=()) %}" + "{% set ns.x = (ns.x, ns.x) %}" * 60
 DEEP = "{% set ns = namespace(x=()) %}{% for i in range(999) %}{% set ns.x = (ns.x,) %}{% endfor %}"
@@ -174,23 +175,20 @@ def is_stopped(kind: str, reason: str) -> bool:
 @pytest.mark.parametrize(
     "source",
     [
-        f"{NESTED}{END}",
+        FOREVER,
         f"{NESTED}{{{{ '' }}}}{END}",
         f"{NESTED}{{% if false %}}{{% endif %}}{END}",
         f"{NESTED}{{% set a = i %}}{END}",
         "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
         "{% for i in range(100000) if (0" + " ~ 0" * 2000 + ") == '' %}{% endfor %}",
-        "{% macro m() %}" + NESTED + END + "{% endmacro %}{{ m() }}",
+        "{% macro m() %}" + FOREVER + "{% endmacro %}{{ m() }}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for x in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
         "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
-        + "{% call m() %}" * 15
-        + NESTED
-        + END
-        + "{% endcall %}" * 15,
-        "{% block a %}" + NESTED + END + "{% endblock %}{{ self.a() }}",
-        "{% filter upper %}" + NESTED + END + "{% endfilter %}",
-        "{% set x %}" + NESTED + END + "{% endset %}",
+        + ("{% call m() %}" * 15 + FOREVER + "{% endcall %}" * 15),
+        "{% block a %}" + FOREVER + "{% endblock %}{{ self.a() }}",
+        "{% filter upper %}" + FOREVER + "{% endfilter %}",
+        "{% set x %}" + FOREVER + "{% endset %}",
         LOOP + "{% set x = range(100000) | list %}{% endfor %}",
         LOOP + "{% set x = range(100000) | sum %}{% endfor %}",
         LOOP + "{% set x = range(100000) | map('string') | list %}{% endfor %}",
@@ -203,7 +201,7 @@ def is_stopped(kind: str, reason: str) -> bool:
         BIG + LOOP + "{% set x = big[1:] == big[:-1] %}{% endfor %}",
         BIG + LOOP + "{% set x = big.count('xx') %}{% endfor %}",
         BIG + "{% for c in big %}{% endfor %}",
-        TUPLES + NESTED + END,
+        TUPLES + FOREVER,
     ],
 )
 def test_endless_work_is_stopped(victim: Victim, source: str) -> None:
@@ -211,7 +209,7 @@ def test_endless_work_is_stopped(victim: Victim, source: str) -> None:
 
 
 def test_the_error_says_how_long_it_was_and_is_a_protocol_error() -> None:
-    template = compiled(NESTED + END)
+    template = compiled(FOREVER)
     with pytest.raises(ProtocolError, match=r"took longer than 0\.01 s") as caught:
         template.render([], limits=RenderLimits(0.01, FULL.n_chars))
     assert type(caught.value) is TemplateTimeout

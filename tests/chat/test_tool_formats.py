@@ -159,7 +159,7 @@ CALLS = (
 
 MARKERS = ["</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|tool_call_end|>", "}; {"]
 any_json = json_values(texts | st.sampled_from(MARKERS))
-calls = st.builds(
+any_call = st.builds(
     ToolCall,
     st.from_regex("[A-Za-z0-9]{9}", fullmatch=True),
     names,
@@ -193,7 +193,7 @@ def render(source: str, messages: Sequence[Message], calls_as: ToolFormat | None
 
 @every_format
 @given(
-    calls=st.lists(calls, min_size=1, max_size=3),
+    calls=st.lists(any_call, min_size=1, max_size=3),
     before=st.sampled_from(["", "Look.", "Look:\n"]),
     cut=st.integers(0, 99),
 )
@@ -329,13 +329,8 @@ def test_messages_say_what_they_have_and_nothing_else() -> None:
         "reasoning_content": "Let me see.",
         "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
     }
-    result: dict[str, Any] = {
-        "role": "tool",
-        "content": "42",
-        "tool_call_id": "abcdefgh1",
-        "name": "get",
-    }
-    assert message_dict(Message(**result)) == result
+    fields: dict[str, Any] = {"content": "42", "tool_call_id": "abcdefgh1", "name": "get"}
+    assert message_dict(Message("tool", **fields)) == {"role": "tool", **fields}
     function = {"name": "get", "description": "Get something.", "parameters": GET.schema}
     assert tool_dict(GET) == {"type": "function", "function": function}
 
