@@ -6,10 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.request import Request
 from llamad_trio.wire.calls import Call, Generate, decode_call, encode_call
 from llamad_trio.wire.lines import encode_line
 
@@ -17,20 +15,20 @@ Json = dict[str, Any]
 
 
 def decoded(data: object) -> Call:
-    return decode_call(json.dumps(data).encode())
+    """What is given as JSON data or as a raw line."""
+    return decode_call(data if isinstance(data, bytes) else json.dumps(data).encode())
 
 
-def request_of(data: object) -> Request:
+def completion_of(data: object) -> Generate:
     call = decoded(data)
     assert isinstance(call, Generate)
-    return call.request
+    return call
 
 
 def refusal(data: object) -> str:
-    """Why a call is refused, given as JSON data or as a raw line."""
-    line = data if isinstance(data, bytes) else json.dumps(data).encode()
+    """Why a call is refused."""
     with pytest.raises(ProtocolError) as caught:
-        decode_call(line)
+        decoded(data)
     return caught.value.reason
 
 
@@ -40,15 +38,6 @@ def crossed(call: Call) -> Call:
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     return decode_call(line[:-1])
-
-
-texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
-numbers = st.floats(allow_nan=False, allow_infinity=False)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | numbers | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def in_history(**fields: object) -> Json:

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.wire.calls import Generate, decode_call
+from llamad_trio.wire.calls import decode_call
 from tests.effort import assert_linear
-from tests.wire.support import Json, decoded, in_history, in_tool, in_tool_call, refusal
+from tests.wire.support import (
+    Json,
+    completion_of,
+    decoded,
+    in_history,
+    in_tool,
+    in_tool_call,
+    refusal,
+)
 
 # -- what is no JSON -------------------------------------------------------------------------------
 
@@ -111,8 +119,7 @@ def test_nul_bytes_and_lone_surrogates_are_refused_wherever_they_are(text: str) 
 
 
 def test_a_pair_of_surrogates_is_a_character() -> None:
-    call = decode_call(b'{"prompt":"\\ud83d\\ude00"}')
-    assert isinstance(call, Generate)
+    call = completion_of(b'{"prompt":"\\ud83d\\ude00"}')
     assert call.request.prompt == "\N{GRINNING FACE}"
 
 
