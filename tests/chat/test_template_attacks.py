@@ -332,12 +332,8 @@ def test_one_call_does_not_multiply(victim: Victim, expression: str) -> None:
     ],
 )
 def test_steps_do_not_add_up(victim: Victim, step: str) -> None:
-    source = (
-        "{% set ns = namespace(x='x', l=(1, 2), n=3, keep=[]) %}"
-        "{% for i in range(100000) %}{% for j in range(100000) %}"
-        + step
-        + "{% endfor %}{% endfor %}"
-    )
+    before = "{% set ns = namespace(x='x', l=(1, 2), n=3, keep=[]) %}" + LOOP * 2
+    source = before + step + "{% endfor %}" * 2
     assert is_stopped(*victim.render(source, 0.4))
 
 
