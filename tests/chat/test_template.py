@@ -379,6 +379,7 @@ def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
         ("{{ '%99d' is odd }}", "a number is needed"),
         ("{{ '{:>99}'.format(1) }}", "a format may only have"),
         ("{% for m in messages %}{{ {loop: 1} }}{% endfor %}", "too large"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
     ],
 )
 def test_what_is_small_does_not_become_huge(source: str, reason: str) -> None:
