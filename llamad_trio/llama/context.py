@@ -35,16 +35,6 @@ _KV_TYPES = {
 }
 
 
-def _abort_callback() -> object:
-    """A C function that is true when the byte its argument points at is set.
-
-    llama.cpp calls it after every graph node.  libc's `strlen` does it without Python
-    and without the GIL: of a byte and a terminating NUL it returns 1 or 0.
-    """
-    strlen = ctypes.CDLL(None).strlen
-    return ctypes.cast(strlen, lib.ggml_abort_callback)
-
-
 RETAINED_SEQS = 16
 """Prefixes kept beside those in use.  llama.cpp reserves a row of logits for each sequence
 there can be: 1 MB for a vocabulary of 262,144."""
@@ -53,10 +43,7 @@ there can be: 1 MB for a vocabulary of 262,144."""
 def open_context(model: LlamaModel, config: EngineConfig, n_cores: int) -> Context:
     """The context of an engine, with sequences for its slots and for prefixes beside them.
 
-    Args:
-        model: what to compute with; must outlive the context.
-        config: as the caller gave it; that of the context is the resolved one.
-        n_cores: physical cores this process may use.
+    `config` is as the caller gave it; that of the context is the resolved one.
 
     Raises:
         ModelLoadError: out of memory, or a combination llama.cpp refuses.
@@ -75,10 +62,7 @@ def open_context(model: LlamaModel, config: EngineConfig, n_cores: int) -> Conte
 class Context:
     """One KV pool shared by `n_seqs` sequences, and a batch to fill it.
 
-    Args:
-        model: what to compute with; must outlive the context.
-        config: resolved, with thread counts and `n_ctx`.
-        n_seqs: sequences there can be.
+    The model must outlive it; the config is resolved, with thread counts and `n_ctx`.
 
     Raises:
         ModelLoadError: out of memory, or a combination llama.cpp refuses.
@@ -106,7 +90,9 @@ class Context:
         if config.type_v is not None:
             params.type_v = _KV_TYPES[config.type_v]
         self._abort_flag = ctypes.create_string_buffer(2)
-        params.abort_callback = _abort_callback()
+        # llama.cpp calls it after every graph node.  libc's `strlen` tells without Python and
+        # without the GIL whether the flag is set: of a byte and a terminating NUL it is 1 or 0.
+        params.abort_callback = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
         params.abort_callback_data = ctypes.cast(self._abort_flag, ctypes.c_void_p)
         with backend.captured_errors() as errors:
             pointer = lib.llama_init_from_model(model.pointer, params)
@@ -166,11 +152,8 @@ class Context:
     def trim_or_clear(self, seq: int, keep: int) -> bool:
         """Go back to the first `keep` tokens, or to none where the memory cannot rewind.
 
-        Returns:
-            Whether the `keep` tokens are still there.
-
-        Raises:
-            SessionFatal: the sequence is in neither state.
+        Returns whether the `keep` tokens are still there.  Raises `SessionFatal` if the sequence
+        is in neither state.
         """
         kept = self.trim(seq, keep) and self._has_window(seq, keep)
         if not kept:
@@ -184,13 +167,8 @@ class Context:
         """Let `dst`, which is empty, share the first `n` tokens of `src`.
 
         Metadata only: no cell is copied.  Of a memory with a state `n` must be all that `src`
-        holds: llama.cpp would copy the state of its end, whatever the `n`.
-
-        Returns:
-            Whether `dst` can go on from there; if not, it is left empty.
-
-        Raises:
-            SessionFatal: it is neither.
+        holds: llama.cpp would copy the state of its end, whatever the `n`.  Returns whether `dst`
+        can go on from there; if not, it is left empty.  Raises `SessionFatal` if it is neither.
         """
         if self._has_state and n != self.n_resident(src):
             return False
@@ -212,11 +190,7 @@ class Context:
     def load(self, seq: int, state: bytes, length: int, keep: int) -> bool:
         """Give `seq`, which is empty, a saved state of `length` tokens; keep `keep` of them.
 
-        Returns:
-            Whether `seq` can go on from there; if not, it is left empty.
-
-        Raises:
-            SessionFatal: it is neither.
+        Returns and raises as `copy`.
         """
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         read = lib.llama_state_seq_set_data(self.pointer, data, len(state), seq)
@@ -249,11 +223,7 @@ class Context:
 
 
 class Batch:
-    """Room for `n_batch` tokens, each of exactly one sequence.
-
-    Args:
-        n_batch: most tokens in a step.
-    """
+    """Room for `n_batch` tokens, each of exactly one sequence."""
 
     def __init__(self, n_batch: int) -> None:
         # The arrays are ours, and live as long as the batch: llama_batch only points at them.
@@ -273,7 +243,6 @@ class Batch:
             seq_id=_pointer(self._seq_lists, ctypes.POINTER(ctypes.c_int32)),
             logits=_pointer(self._output, ctypes.c_int8),
         )
-
         self.n_outputs = 0
 
     def clear(self) -> None:
@@ -282,14 +251,7 @@ class Batch:
         self.n_outputs = 0
 
     def add(self, tokens: Sequence[int], *, pos: int, seq: int, n_outputs: int) -> None:
-        """Append tokens of one sequence.
-
-        Args:
-            tokens: their ids.
-            pos: position of the first.
-            seq: the sequence they belong to.
-            n_outputs: for how many of the last to compute logits.
-        """
+        """Append tokens of one sequence, the first at `pos`, with logits for the last `n_outputs`."""
         start: int = self._batch.n_tokens
         end = start + len(tokens)
         self._token[start:end] = tokens

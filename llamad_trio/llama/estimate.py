@@ -52,10 +52,7 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     vocabulary, the bookkeeping of the pool and the states of recurrent layers take, and gives
     it back.
 
-    Args:
-        path: the GGUF file; of a split model the first.
-        config: as the caller gave it.
-        n_cores: physical cores this process may use.
+    Of a split model, `path` is the first file; `config` is as the caller gave it.
 
     Raises:
         ModelLoadError: missing, unreadable, no GGUF, unsupported.

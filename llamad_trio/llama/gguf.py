@@ -48,10 +48,8 @@ class Tensor:
 class Layout:
     """What a file's header says of its size.
 
-    Attributes:
-        tensors: in their order in the file.
-        n_tokens, n_merges: of the vocabulary.
-        n_files: how many files the model is split into, this one included.
+    The tensors are in their order in the file, the numbers of tokens and merges the vocabulary's,
+    and `n_files` counts the files the model is split into, this one included.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,11 +70,10 @@ def refuse_deadly(path: Path) -> None:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read where the tensors of a file are.  Reads the header only.
+    """Read where the tensors of a file are, from its header only.
 
-    Raises:
-        ModelLoadError: the header is broken, the file ends before its tensors do, or it
-            would abort the process, as `refuse_deadly` says.
+    Raises `ModelLoadError` if the header is broken, the file ends before its tensors do, or it
+    would abort the process, as `refuse_deadly` says.
     """
     return _read(path, _read_layout)
 
@@ -96,23 +93,14 @@ def _read(path: Path, read: Callable[[_Reader], T]) -> T:
 
 
 class _Reader:
-    """Walks through the header; raises `struct.error` or `KeyError` where it is broken.
-
-    Attributes:
-        n_tensors, n_values: how many of each it describes.
-        position: bytes from the start of the file.
-    """
+    """Walks through the header; raises `struct.error` or `KeyError` where it is broken."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
+        self.file_bytes = len(data)
         self.position = 8  # after the magic and the version
         self.n_tensors = self.integer()
         self.n_values = self.integer()
-
-    @property
-    def file_bytes(self) -> int:
-        """The size of the file."""
-        return len(self._data)
 
     def integer(self, code: str = "<Q") -> int:
         (value,) = struct.unpack_from(code, self._data, self.position)
@@ -125,10 +113,8 @@ class _Reader:
         return self._data[start : self.position]
 
     def distinct_strings(self) -> set[bytes]:
-        """The strings of an array value; an array of anything else is gone past.
-
-        Raises:
-            ValueError: one comes twice.
+        """The strings of an array value, `ValueError` if one comes twice; an array of anything
+        else is gone past.
         """
         kind, count = self.integer("<I"), self.integer()
         found = set[bytes]()
@@ -173,7 +159,7 @@ class _Reader:
                 self.skip(kind)
 
     def _go_to(self, end: int) -> None:
-        if end > len(self._data):
+        if end > self.file_bytes:
             raise struct.error("a string reaches beyond the end")
         self.position = end
 
@@ -186,8 +172,7 @@ _TOKENIZER, _TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
 def _read_values(reader: _Reader) -> dict[str, int]:
     """The integers among the values, and of arrays the length.
 
-    Raises:
-        ValueError: llama.cpp would abort the process.
+    Raises `ValueError` where llama.cpp would abort the process.
     """
     numbers: dict[str, int] = {}
     tokenizer, tokens = b"", set[bytes]()
@@ -206,9 +191,9 @@ def _read_values(reader: _Reader) -> dict[str, int]:
         else:
             reader.skip(kind)
     if tokenizer == b"llama" and tokens:
-        missing = [byte for byte in _UTF8_BYTES if not _can_write(byte, tokens)]
-        if missing:
-            raise ValueError(f"the vocabulary cannot write the byte 0x{missing[0]:02X}")
+        for byte in _UTF8_BYTES:
+            if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens:
+                raise ValueError(f"the vocabulary cannot write the byte 0x{byte:02X}")
     return numbers
 
 
@@ -227,10 +212,6 @@ def _refuse_deadly_number(key: str, number: int) -> None:
 
 _UTF8_BYTES = [*range(0x01, 0xC0), *range(0xC2, 0xF5)]
 """Those that occur in texts: what SentencePiece has no token for is written with them."""
-
-
-def _can_write(byte: int, tokens: set[bytes]) -> bool:
-    return b"<0x%02X>" % byte in tokens or bytes([byte]) in tokens
 
 
 # -- where the tensors are ------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import attrs
@@ -45,7 +45,7 @@ class LlamaRuntime:
         path: the GGUF file.
         config: as the caller gave it; `config` of the runtime is the resolved one.
         n_cores: physical cores this process may use.
-        on_progress: called on this thread with 0..1; returning `False` stops the load.
+        on_progress: as that of `load_model`.
 
     Raises:
         ModelLoadError: missing, unreadable, no GGUF, unsupported, out of memory, stopped.
@@ -72,6 +72,7 @@ class LlamaRuntime:
 
     def _read_facts(self) -> ModelFacts:
         model = self.model
+        control_tokens, added_tokens = model.special_tokens
         return ModelFacts(
             architecture=model.metadata("general.architecture") or "unknown",
             name=model.metadata("general.name"),
@@ -81,11 +82,11 @@ class LlamaRuntime:
             n_vocab=model.n_vocab,
             n_ctx_train=model.n_ctx_train,
             chat_template=model.chat_template,
-            bos_text=model.bos_text,
-            eos_text=model.eos_text,
+            bos_text=model.special_text(lib.llama_vocab_bos(model.vocab)),
+            eos_text=model.special_text(lib.llama_vocab_eos(model.vocab)),
             max_bytes_per_token=model.max_bytes_per_token,
-            control_tokens=model.control_tokens,
-            added_tokens=model.added_tokens,
+            control_tokens=control_tokens,
+            added_tokens=added_tokens,
             can_rewind=False,  # until the warm-up has shown it
             n_seqs=self._context.n_seqs,
             identity="",  # until `identify`
@@ -95,10 +96,11 @@ class LlamaRuntime:
     def identify(self, model_sha256: str) -> None:
         """Complete the facts with the identity, which needs the digest of the whole file."""
         model, config = self.model, self.config
+        template = model.chat_template
         identity = KVIdentity(
             model_sha256=model_sha256,
             llama_build=f"{lib.llama_version().decode()} ({llama_cpp.__version__})",
-            template_sha256=_sha256(model.chat_template),
+            template_sha256="" if template is None else sha256(template.encode()).hexdigest(),
             context=(
                 ("kind", "default"),
                 ("type_k", config.type_k or "f16"),
@@ -112,22 +114,18 @@ class LlamaRuntime:
         )
         self.facts = attrs.evolve(self.facts, identity=identity.digest)
 
-    # -- vocabulary: from any thread --------------------------------------------------------
+    # -- vocabulary: from any thread, as `LlamaModel` and `Compiler` say --------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """See `LlamaModel.tokenize`."""
         return self.model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """See `LlamaModel.detokenize`."""
         return self.model.detokenize(tokens)
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
-        """See `LlamaModel.piece`."""
         return [self.model.piece(token, special=True) for token in tokens]
 
     def compile(self, constraint: Constraint) -> Matcher:
-        """See `Compiler.compile`."""
         return self._compiler.compile(constraint)
 
     # -- steps: from the lane's thread ------------------------------------------------------
@@ -135,8 +133,7 @@ class LlamaRuntime:
     def warm_up(self) -> None:
         """Run a first small step, which also shows whether the memory can go back a token.
 
-        Raises:
-            ModelLoadError: not even that can be computed.
+        Raises `ModelLoadError` if not even that can be computed.
         """
         context = self._context
         for pos in range(2):  # one by one: a batch may have room for no more
@@ -144,8 +141,7 @@ class LlamaRuntime:
             context.batch.add([0], pos=pos, seq=0, n_outputs=1)
             code = context.batch.decode(context.pointer)
             if code != 0:
-                reason = f"the first step failed with code {code}"
-                raise ModelLoadError(str(self.model.path), reason)
+                raise ModelLoadError(str(self.model.path), f"the first step failed with code {code}")
         self.facts = attrs.evolve(self.facts, can_rewind=context.trim(0, 1))
         context.clear()
 
@@ -210,11 +206,8 @@ class LlamaRuntime:
         heap.give_back()
 
     def _arrange(self, operations: Sequence[MemoryOp]) -> tuple[frozenset[int], dict[int, bytes]]:
-        """Make the memory operations.
-
-        Returns:
-            The sequences that could not be given what they were to hold, and the states
-            that were saved.
+        """Make the memory operations; return the sequences that could not be given what they
+        were to hold, and the states that were saved.
         """
         lost: set[int] = set()
         saved: dict[int, bytes] = {}
@@ -264,30 +257,18 @@ class LlamaRuntime:
 
     def _roll_back(self, plan: StepPlan, code: int) -> StepResult:
         """Bring the pool back to what it was before the plan's batch, or to less."""
-        if code < 0:
-            cleared = {work.seq for work in plan.work}
-            for seq in cleared:
-                self._context.trim_or_clear(seq, 0)
-        else:
-            cleared = {
-                work.seq
-                for work in plan.work
-                if not self._context.trim_or_clear(work.seq, work.pos)
-            }
+        cleared = set()
+        for work in plan.work:
+            kept = self._context.trim_or_clear(work.seq, 0 if code < 0 else work.pos)
+            if code < 0 or not kept:
+                cleared.add(work.seq)
         if code != 1 and self.model.has_state and len(plan.work) > 1:
             # A batch of several sequences puts their states side by side first.  Those that are
             # in the way are booked where the batch would have moved them: they too are lost.
             self._context.clear()
             cleared = set(range(self.facts.n_seqs))
         if code < 0:
-            return StepResult(
-                status=StepStatus.FAILED,
-                cleared=frozenset(cleared),
-                reason=f"llama_decode returned {code}",
-            )
-        status = StepStatus.NO_ROOM if code == 1 else StepStatus.ABORTED
-        return StepResult(status=status, cleared=frozenset(cleared))
-
-
-def _sha256(text: str | None) -> str:
-    return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
+            status, reason = StepStatus.FAILED, f"llama_decode returned {code}"
+        else:
+            status, reason = StepStatus.NO_ROOM if code == 1 else StepStatus.ABORTED, ""
+        return StepResult(status=status, cleared=frozenset(cleared), reason=reason)

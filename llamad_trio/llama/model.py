@@ -31,13 +31,9 @@ _BOUNDED_VOCABULARIES = frozenset({lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYP
 
 
 class LlamaModel:
-    """A model in memory.  Tokenising is thread-safe; everything else needs one thread at a time.
+    """A model in memory, made by `load_model`.
 
-    Made by `load_model`.
-
-    Args:
-        path: the GGUF file it was read from.
-        pointer: llama.cpp's model.
+    Tokenising is thread-safe; everything else needs one thread at a time.
     """
 
     def __init__(self, path: Path, pointer: lib.llama_model_p) -> None:
@@ -100,25 +96,23 @@ class LlamaModel:
     # -- vocabulary ---------------------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Text to token ids.
+        """Text without NUL to token ids.
 
         Args:
-            text: any text without NUL.
             add_special: add BOS and EOS where the model wants them.
             parse_special: turn the text of control tokens into those tokens.
         """
         data = text.encode()
         # No vocabulary yields more tokens than bytes, beside what add_special adds.
-        tokens = (ctypes.c_int32 * (len(data) + 8))()
-        n = lib.llama_tokenize(
-            self.vocab, data, len(data), tokens, len(tokens), add_special, parse_special
-        )
-        if n < 0:
-            tokens = (ctypes.c_int32 * -n)()
+        size = len(data) + 8
+        while True:
+            tokens = (ctypes.c_int32 * size)()
             n = lib.llama_tokenize(
-                self.vocab, data, len(data), tokens, len(tokens), add_special, parse_special
+                self.vocab, data, len(data), tokens, size, add_special, parse_special
             )
-        return tokens[:n]
+            if n >= 0:
+                return tokens[:n]
+            size = -n
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """Token ids to text, control tokens written out."""
@@ -146,26 +140,6 @@ class LlamaModel:
             ends = self._ends[token] = bool(lib.llama_vocab_is_eog(self.vocab, token))
         return ends
 
-    @property
-    def bos_text(self) -> str:
-        """What a chat template writes as `bos_token`."""
-        return self._special_text(lib.llama_vocab_bos(self.vocab))
-
-    @property
-    def eos_text(self) -> str:
-        """What a chat template writes as `eos_token`."""
-        return self._special_text(lib.llama_vocab_eos(self.vocab))
-
-    @property
-    def control_tokens(self) -> dict[str, int]:
-        """The tokens that are no text, by how a template writes them."""
-        return self._special_tokens[0]
-
-    @property
-    def added_tokens(self) -> frozenset[str]:
-        """The text of the tokens that were added to the vocabulary, and are found in any text."""
-        return self._special_tokens[1]
-
     @cached_property
     def max_bytes_per_token(self) -> int | None:
         """Most bytes of text that one token can stand for; `None` if there is no bound."""
@@ -174,15 +148,17 @@ class LlamaModel:
         return max(map(len, self._of_each_token(lib.llama_vocab_get_text)))
 
     @cached_property
-    def _special_tokens(self) -> tuple[dict[str, int], frozenset[str]]:
-        """Control tokens by their text, and the texts of added ones, none of them empty."""
+    def special_tokens(self) -> tuple[dict[str, int], frozenset[str]]:
+        """Control tokens, by how a template writes them, and the texts of those that were added
+        to the vocabulary, and are found in any text.
+        """
         control: dict[str, int] = {}
         added: set[str] = set()
         is_control = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
         is_added = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
         attributes = np.fromiter(self._of_each_token(lib.llama_vocab_get_attr), np.int32)
         for token in np.flatnonzero(attributes & (is_control | is_added)).tolist():
-            if text := self._special_text(token):
+            if text := self.special_text(token):
                 if attributes[token] & is_control:
                     control[text] = token
                 if attributes[token] & is_added:
@@ -193,7 +169,8 @@ class LlamaModel:
         """What llama.cpp says of each token, asked without a loop of ours: there are many."""
         return map(ask, repeat(self.vocab), range(self.n_vocab))
 
-    def _special_text(self, token: int) -> str:
+    def special_text(self, token: int) -> str:
+        """How a template writes a token; empty for a negative number, which is none."""
         return "" if token < 0 else self.read_piece(token, special=True).decode(errors="replace")
 
     def read_piece(self, token: int, *, special: bool) -> bytes:
@@ -212,10 +189,7 @@ def load_model(
 ) -> LlamaModel:
     """Load a model with its weights.
 
-    Args:
-        path: the GGUF file.
-        config: GPU layers, memory mapping and the like.
-        on_progress: called on this thread with 0..1; returning `False` stops the load.
+    `on_progress` is called on this thread with 0..1; returning `False` stops the load.
 
     Raises:
         ModelLoadError: with llama.cpp's own reason, or `"cancelled"`.
@@ -262,16 +236,14 @@ def uses_extra_buffers(config: EngineConfig) -> bool:
 
 
 def read_model(path: Path, params: lib.llama_model_params) -> LlamaModel:
-    """Have llama.cpp read a file.
-
-    Raises:
-        ModelLoadError: with llama.cpp's own reason.
-    """
+    """Have llama.cpp read a file; raise `ModelLoadError` with its own reason."""
     backend.start()
     with backend.captured_errors() as errors:
         pointer = lib.llama_model_load_from_file(os.fsencode(path), params)
     if not pointer:
-        raise ModelLoadError(str(path), _load_failure(errors))
+        # The first error is the cause; the later ones say where it was noticed.
+        cause = errors[0] if errors else "llama.cpp could not load it"
+        raise ModelLoadError(str(path), cause.partition(": ")[2] or cause)
     return LlamaModel(path, pointer)
 
 
@@ -298,19 +270,8 @@ def check_file(path: Path) -> None:
 
 def _load_mode(config: EngineConfig) -> int:
     if config.use_mlock:
-        return int(
-            lib.LLAMA_LOAD_MODE_MLOCK
-            if config.use_mmap is False
-            else lib.LLAMA_LOAD_MODE_MMAP_MLOCK
-        )
+        is_copied = config.use_mmap is False
+        return int(lib.LLAMA_LOAD_MODE_MLOCK if is_copied else lib.LLAMA_LOAD_MODE_MMAP_MLOCK)
     if config.use_mmap is None:
         return int(lib.LLAMA_LOAD_MODE_AUTO)
     return int(lib.LLAMA_LOAD_MODE_MMAP if config.use_mmap else lib.LLAMA_LOAD_MODE_NONE)
-
-
-def _load_failure(errors: list[str]) -> str:
-    """The first error line is the cause; the later ones say where it was noticed."""
-    if not errors:
-        return "llama.cpp could not load it"
-    cause = errors[0]
-    return cause.split(": ", 1)[1] if ": " in cause else cause

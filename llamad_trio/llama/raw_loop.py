@@ -27,12 +27,7 @@ class RawSpeed:
 
 
 class RawLoop:
-    """A second context on the same weights.
-
-    Args:
-        runtime: the model.
-        config: resolved; the context is made alike.
-    """
+    """A second context on the weights of a runtime, made alike by its resolved config."""
 
     def __init__(self, runtime: LlamaRuntime, config: EngineConfig) -> None:
         self._n_batch = config.n_batch

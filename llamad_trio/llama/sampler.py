@@ -69,13 +69,7 @@ class ConstraintFailure(Exception):
 
 
 class Sampler:
-    """One request's sampling state.
-
-    Args:
-        request: its resolved numbers, the prompt's tokens, which the penalties count too,
-            and the constraint, if there is one.
-        model: whose tokens they are.
-    """
+    """One request's sampling state.  The penalties count the tokens of its prompt, too."""
 
     def __init__(self, request: Prepared, model: LlamaModel) -> None:
         assert request.constraint is None or isinstance(request.constraint, Matcher)
@@ -107,17 +101,12 @@ class Sampler:
     ) -> Sampled:
         """Draw a token, and take with it those that the constraint then forces.
 
-        Args:
-            context: where the logits lie.
-            row: the batch row they belong to.
-            logits: the same logits as an array of shape (n_vocab,); changed in place.
-
-        Raises:
-            ConstraintFailure: the constraint cannot go on.
+        `logits` are those of the batch's row, shape (n_vocab,), and are changed in place.  Raises
+        `ConstraintFailure` if the constraint cannot go on.
         """
         # Before the logits are changed, and the forced ones one by one: each has its own.
         logprobs = None if self._n_logprobs is None else log_softmax(logits)
-        tokens = self._next(context, row, logits, one_by_one=logprobs is not None)
+        tokens = self._next(context, row, logits)
         if self._penalties is not None:
             for token in tokens:
                 self._penalties.accept(token)
@@ -138,16 +127,12 @@ class Sampler:
             self._chain = None
 
     def _next(
-        self,
-        context: lib.llama_context_p,
-        row: int,
-        logits: NDArray[np.float32],
-        *,
-        one_by_one: bool,
+        self, context: lib.llama_context_p, row: int, logits: NDArray[np.float32]
     ) -> list[int]:
         matcher = self._matcher
         if matcher is None:
             return [self._draw(context, row, logits)]
+        one_by_one = self._n_logprobs is not None
         if not self._forced:
             self._forced = matcher.forced_tokens()[::-1]
         tokens: list[int] = []

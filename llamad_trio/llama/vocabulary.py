@@ -30,7 +30,7 @@ class LlamaVocabulary:
         """The bytes of each token; those of control tokens after `CONTROL`."""
         model = self._model
         pieces = [model.read_piece(token, special=True) for token in range(model.n_vocab)]
-        for token in (*model.control_tokens.values(), *self._ends):
+        for token in (*model.special_tokens[0].values(), *self._ends):
             if not pieces[token].startswith(CONTROL):
                 pieces[token] = CONTROL + pieces[token]
         return pieces
@@ -54,4 +54,4 @@ class LlamaVocabulary:
 
     def control_token(self, text: str) -> int | None:
         """The control token that is written so, if one is."""
-        return self._model.control_tokens.get(text)
+        return self._model.special_tokens[0].get(text)
