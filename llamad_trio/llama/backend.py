@@ -1,4 +1,10 @@
-"""llama.cpp's process-wide state: start-up and the log."""
+"""llama.cpp's process-wide state: start-up, the log, and the heap.
+
+What a model took must go back to the system when it is freed.  It is loaded and freed on whichever
+thread is at hand; glibc has a heap for several threads each, keeps there what is freed, and puts
+blocks of up to 32 MiB there as soon as one of that size has been freed.  A program that opens one
+model again and again grows by tens of megabytes.  Where malloc is not glibc's, nothing is done.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,6 @@ _EXPECTED = (
     "compute status: 1",
     "removing memory module entries",
 )
-
 
 # ggml-backend.h: enum ggml_backend_dev_type
 _DEVICE_KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
@@ -121,3 +126,48 @@ def bind_ggml(name: str, result: type | None, *arguments: type) -> Callable[...,
     """A function of ggml, which the Python package loads but does not bind."""
     function: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)((name, lib._lib))
     return function
+
+
+# -- the heap ------------------------------------------------------------------------------
+
+# malloc.h
+M_MMAP_THRESHOLD = -3
+
+APART_BYTES = 1 << 20
+"""Pools, compute buffers and tables are larger, and there are few of them."""
+
+LARGEST_THRESHOLD_BYTES = 32 << 20
+"""What glibc itself comes to when blocks of all sizes have been freed."""
+
+_libc = ctypes.CDLL(None)
+_n_inside = 0
+
+
+@contextlib.contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """What is allocated inside the block, and is large, goes back as soon as it is freed.
+
+    Of all threads: the setting is the process's.  From then on it is what glibc would make of
+    it in time, where blocks of all sizes come and go.  Thread-safe.
+    """
+    _count_inside(1)
+    try:
+        yield
+    finally:
+        _count_inside(-1)
+
+
+def _count_inside(change: int) -> None:
+    global _n_inside
+    if not hasattr(_libc, "mallopt"):
+        return
+    with _lock:
+        _n_inside += change
+        size = APART_BYTES if _n_inside else LARGEST_THRESHOLD_BYTES
+        _libc.mallopt(M_MMAP_THRESHOLD, size)
+
+
+def give_back_memory() -> None:
+    """Give back to the system what was freed.  Takes some milliseconds, without the GIL."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)

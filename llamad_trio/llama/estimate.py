@@ -22,7 +22,7 @@ import llama_cpp.llama_cpp as lib
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.memory_estimate import MemoryEstimate
-from llamad_trio.llama import backend, gguf, heap
+from llamad_trio.llama import backend, gguf
 from llamad_trio.llama.backend import bind_ggml
 from llamad_trio.llama.context import open_context
 from llamad_trio.llama.model import LlamaModel, check_file, model_params, read_model
@@ -65,7 +65,7 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
         with closing(open_context(model, config, n_cores)) as context:
             config = context.config
         n_scores = _n_scores(model, config)
-    heap.give_back()
+    backend.give_back_memory()
     said = b"".join(heard).decode(errors="replace")
     pool, compute = _sizes(_POOL, said), _sizes(_COMPUTE, said)
     if not pool or not compute:

@@ -17,11 +17,15 @@ from llamad_trio.constraints.compiler import Compiler, Matcher
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
-from llamad_trio.llama import heap
+from llamad_trio.llama import backend
 from llamad_trio.llama.context import open_context
-from llamad_trio.llama.model import LlamaModel, load_model, uses_extra_buffers
+from llamad_trio.llama.model import (
+    LlamaModel,
+    LlamaVocabulary,
+    load_model,
+    uses_extra_buffers,
+)
 from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
-from llamad_trio.llama.vocabulary import LlamaVocabulary
 from llamad_trio.scheduling.identity import KVIdentity
 from llamad_trio.scheduling.plan import (
     Copy,
@@ -59,7 +63,7 @@ class LlamaRuntime:
         n_cores: int,
         on_progress: Callable[[float], bool],
     ) -> None:
-        with contextlib.ExitStack() as undo, heap.large_blocks_apart():
+        with contextlib.ExitStack() as undo, backend.large_blocks_apart():
             self.model: LlamaModel = load_model(path, config, on_progress)
             undo.callback(self.model.close)
             self._context = open_context(self.model, config, n_cores)
@@ -141,7 +145,9 @@ class LlamaRuntime:
             context.batch.add([0], pos=pos, seq=0, n_outputs=1)
             code = context.batch.decode(context.pointer)
             if code != 0:
-                raise ModelLoadError(str(self.model.path), f"the first step failed with code {code}")
+                raise ModelLoadError(
+                    str(self.model.path), f"the first step failed with code {code}"
+                )
         self.facts = attrs.evolve(self.facts, can_rewind=context.trim(0, 1))
         context.clear()
 
@@ -203,7 +209,7 @@ class LlamaRuntime:
         self._compiler.close()
         self._context.close()
         self.model.close()
-        heap.give_back()
+        backend.give_back_memory()
 
     def _arrange(self, operations: Sequence[MemoryOp]) -> tuple[frozenset[int], dict[int, bytes]]:
         """Make the memory operations; return the sequences that could not be given what they

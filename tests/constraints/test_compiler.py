@@ -16,9 +16,8 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Request
-from llamad_trio.llama.model import LlamaModel, load_model
+from llamad_trio.llama.model import LlamaModel, LlamaVocabulary, load_model
 from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
-from llamad_trio.llama.vocabulary import LlamaVocabulary
 from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.sampling import resolve_sampling
 from tests.matching import allowed
@@ -104,7 +103,7 @@ def test_the_tokenizer_is_made_once(compiler: Compiler) -> None:
 
 def test_free_text_has_no_control_tokens(compiler: Compiler, model: LlamaModel) -> None:
     mask = allowed(compiler.compile(Constraint("regex", r"(.|\n)*")), model.n_vocab)
-    control = [t for t in model.control_tokens.values() if not model.ends_generation(t)]
+    control = [t for t in model.special_tokens[0].values() if not model.ends_generation(t)]
     assert control
     assert not mask[control].any()
 
@@ -122,7 +121,7 @@ def test_a_constraint_can_begin_after_a_control_token(
     compiler: Compiler, model: LlamaModel
 ) -> None:
     text, token = next(
-        (text, t) for text, t in model.control_tokens.items() if not model.ends_generation(t)
+        (text, t) for text, t in model.special_tokens[0].items() if not model.ends_generation(t)
     )
     matcher = compiler.compile(Constraint("regex", "xy", after=text))
     assert accept(matcher, model, f"spelt out {text} is none, ")

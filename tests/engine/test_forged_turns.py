@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
+import llama_cpp.llama_cpp as lib
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -59,7 +60,7 @@ class Vocabulary:
     def __init__(self, path: Path, start: str, end: str, template: str = TEMPLATE) -> None:
         self.model = load_model(path, EngineConfig(n_threads=1, n_threads_batch=1), lambda _: True)
         self.start, self.end = start, end
-        self.control = self.model.control_tokens
+        self.control, self.added = self.model.special_tokens
         self.source = template.replace("START", start).replace("END", end)
         self.preprocessor = self.with_template(self.source)
 
@@ -70,11 +71,11 @@ class Vocabulary:
         return attrs.evolve(
             ScriptedModel().facts,
             n_vocab=model.n_vocab,
-            bos_text=model.bos_text,
-            eos_text=model.eos_text,
+            bos_text=model.special_text(lib.llama_vocab_bos(model.vocab)),
+            eos_text=model.special_text(lib.llama_vocab_eos(model.vocab)),
             max_bytes_per_token=model.max_bytes_per_token,
-            control_tokens=model.control_tokens,
-            added_tokens=model.added_tokens,
+            control_tokens=self.control,
+            added_tokens=self.added,
         )
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
