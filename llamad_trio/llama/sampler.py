@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
@@ -87,14 +88,15 @@ class Sampler:
         if params.has_penalties:
             self._penalties = _Penalties(params, model.n_vocab, request.tokens)
         self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        add = partial(lib.llama_sampler_chain_add, self._chain)
         if params.top_k > 0:
-            self._add(lib.llama_sampler_init_top_k(params.top_k))
+            add(lib.llama_sampler_init_top_k(params.top_k))
         if params.top_p < 1.0:
-            self._add(lib.llama_sampler_init_top_p(params.top_p, 1))
+            add(lib.llama_sampler_init_top_p(params.top_p, 1))
         if params.min_p > 0.0:
-            self._add(lib.llama_sampler_init_min_p(params.min_p, 1))
-        self._add(lib.llama_sampler_init_temp(params.temperature))
-        self._add(lib.llama_sampler_init_dist(params.seed))
+            add(lib.llama_sampler_init_min_p(params.min_p, 1))
+        add(lib.llama_sampler_init_temp(params.temperature))
+        add(lib.llama_sampler_init_dist(params.seed))
 
     def sample(
         self, context: lib.llama_context_p, row: int, logits: NDArray[np.float32]
@@ -177,9 +179,6 @@ class Sampler:
         likeliest = np.argpartition(logprobs, -n)[-n:] if n else np.empty(0, dtype=np.int64)
         order = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
         return logprob(token, [logprob(int(t)) for t in order])
-
-    def _add(self, sampler: lib.llama_sampler_p) -> None:
-        lib.llama_sampler_chain_add(self._chain, sampler)
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -97,14 +97,16 @@ def advice_on(
 ) -> str:
     """All there is to say of a verdict that is not good, on one line.
 
-    Args:
-        verdict: what was found.
-        flags: of the CPU, as Linux tells them.
-        compiler: what there is here, if it is known.
-        python: the interpreter that llama.cpp is installed for.
-        binding_version: of llama-cpp-python, if it is known.
+    The flags are the CPU's, as Linux tells them; `python` is the interpreter that llama.cpp is
+    installed for, and `binding_version` that of llama-cpp-python.
     """
-    parts = [_finding(verdict)]
+    finding = f"llama.cpp does not work on this machine: {verdict.plain.detail}"
+    if verdict.plain.is_good:
+        finding = (
+            "llama.cpp does not work on this machine with its special weight buffers "
+            f"(use_extra_bufts): {verdict.extra.detail}; without them, more slowly, it does"
+        )
+    parts = [finding]
     built, has = built_sets(verdict.system_info), available_sets(flags)
     if built and has:
         lacks = ", ".join(sorted(built - has)) or "nothing of these"
@@ -114,15 +116,6 @@ def advice_on(
     first = "" if compiler is not None else f"{NO_COMPILER}, then "
     command = rebuild_command(python, binding_version, flags, compiler)
     return "; ".join([*parts, f"{first}compile it for this machine: {command}"])
-
-
-def _finding(verdict: Verdict) -> str:
-    if verdict.plain.is_good:
-        return (
-            "llama.cpp does not work on this machine with its special weight buffers "
-            f"(use_extra_bufts): {verdict.extra.detail}; without them, more slowly, it does"
-        )
-    return f"llama.cpp does not work on this machine: {verdict.plain.detail}"
 
 
 def rebuild_command(

@@ -33,18 +33,21 @@ SPEED_S = 0.5
 
 
 def main() -> None:
-    """Try what the order says, and tell."""
     order = json.loads(sys.argv[1])
     _die_quietly(order["deadline_s"])
     from llamad_trio.preflight.probe_model import PROBE, ProbeShape, probe_gguf
 
     with _file(order["path"], probe_gguf(PROBE)) as path:
         # Only now: loading the library may be what kills.
-        _tell(loaded=_facts())
-        tried = _Tried(path, order["settings"])
+        from llamad_trio.llama import backend
+
+        backend.start()
+        version, system = backend.version(), backend.system_info()
+        _tell(loaded={"version": version, "system": system, "devices": backend.devices()})
+        reference: list[Any] = []
         for use_extra_bufts in order["extra"]:
             _tell(trying=use_extra_bufts)
-            _tell(outcome=tried.outcome(use_extra_bufts))
+            _tell(outcome=_outcome(path, order["settings"], use_extra_bufts, reference))
     if order["measure"] is not None:
         shape = ProbeShape(1024, 2816, 6, 4096, wide=("Q4_0",), narrow=("Q4_0",))
         with _file(order["path"], probe_gguf(shape)) as path:
@@ -83,42 +86,29 @@ def _tell(**said: object) -> None:
     os.write(1, json.dumps(said).encode() + b"\n")
 
 
-def _facts() -> dict[str, object]:
-    from llamad_trio.llama import backend
+def _outcome(
+    path: Path, settings: dict[str, Any], use_extra_bufts: bool, reference: list[Any]
+) -> dict[str, object]:
+    """A prompt and a token after it, with 1 and with all threads: what came of it.
 
-    backend.start()
-    return {
-        "version": backend.version(),
-        "system": backend.system_info(),
-        "devices": backend.devices(),
-    }
+    The results are compared with the reference, or become one if it is empty.
+    """
+    import numpy as np
 
+    from llamad_trio.core.errors import LlamadError
 
-class _Tried:
-    """llama.cpp with some settings, with the results of one run compared with those of another."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path = path
-        self._settings = settings
-        self._reference: list[Any] = []
-
-    def outcome(self, use_extra_bufts: bool) -> dict[str, object]:
-        """A prompt and a token after it, with 1 and with all threads: what came of it."""
-        import numpy as np
-
-        from llamad_trio.core.errors import LlamadError
-
-        try:
-            with _loaded(self._path, self._settings, use_extra_bufts) as (context, n_threads):
-                rows = [*_logits(context, 1), *_logits(context, n_threads)]
-        except LlamadError as error:  # what llama.cpp refuses in order, an engine is refused, too
-            return {"refused": str(error)}
-        self._reference = self._reference or [*rows[:2], *rows[:2]]
-        wrong = [
-            not np.isfinite(row).all() or row @ other < ALIKE * np.sqrt(row @ row * (other @ other))
-            for row, other in zip(rows, self._reference, strict=True)
-        ]
-        return {"wrong": any(map(bool, wrong))}
+    try:
+        with _loaded(path, settings, use_extra_bufts) as (context, n_threads):
+            rows = [*_logits(context, 1), *_logits(context, n_threads)]
+    except LlamadError as error:  # what llama.cpp refuses in order, an engine is refused, too
+        return {"refused": str(error)}
+    if not reference:
+        reference += [*rows[:2], *rows[:2]]
+    wrong = [
+        not np.isfinite(row).all() or row @ other < ALIKE * np.sqrt(row @ row * (other @ other))
+        for row, other in zip(rows, reference, strict=True)
+    ]
+    return {"wrong": any(map(bool, wrong))}
 
 
 @contextmanager

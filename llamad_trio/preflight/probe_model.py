@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 _ALIGNMENT = 32
@@ -118,30 +119,18 @@ def _metadata(shape: ProbeShape) -> Iterator[bytes]:
 
 def _tensors(shape: ProbeShape) -> Iterator[tuple[str, int, int, _Kind]]:
     """Name, inputs, outputs (0 for a vector) and kind of each tensor."""
-    n_wide = n_narrow = 0
-
-    def wide(name: str, n_out: int) -> tuple[str, int, int, _Kind]:
-        nonlocal n_wide
-        n_wide += 1
-        kind = shape.wide[(n_wide - 1) % len(shape.wide)]
-        return f"{name}.weight", shape.n_embd, n_out, _KINDS[kind]
-
-    def narrow(name: str) -> tuple[str, int, int, _Kind]:
-        nonlocal n_narrow
-        n_narrow += 1
-        kind = shape.narrow[(n_narrow - 1) % len(shape.narrow)]
-        return f"{name}.weight", shape.n_inner, shape.n_embd, _KINDS[kind]
-
+    wide = cycle(_KINDS[name] for name in shape.wide)
+    narrow = cycle(_KINDS[name] for name in shape.narrow)
     yield "token_embd.weight", shape.n_embd, shape.n_vocab, _KINDS["Q4_0"]
-    yield wide("output", shape.n_vocab)
+    yield "output.weight", shape.n_embd, shape.n_vocab, next(wide)
     yield "output_norm.weight", shape.n_embd, 0, _F32
     for block in (f"blk.{i}" for i in range(shape.n_layer)):
         yield f"{block}.attn_norm.weight", shape.n_embd, 0, _F32
         yield f"{block}.ffn_norm.weight", shape.n_embd, 0, _F32
         for name in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"):
-            yield wide(f"{block}.{name}", shape.n_inner)
+            yield f"{block}.{name}.weight", shape.n_embd, shape.n_inner, next(wide)
         for name in ("attn_output", "ffn_down"):
-            yield narrow(f"{block}.{name}")
+            yield f"{block}.{name}.weight", shape.n_inner, shape.n_embd, next(narrow)
 
 
 def _blocks(kind: _Kind, n_bytes: int, rng: random.Random) -> bytes:

@@ -10,7 +10,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,24 +54,21 @@ def key_of(settings: Mapping[str, object]) -> str:
 
 def libraries() -> list[tuple[str, int, int]]:
     """llama.cpp's libraries as they lie there: path, bytes and time of change (ns)."""
+    folder_set = os.environ.get("LLAMA_CPP_LIB_PATH")
+    folders = [Path(folder_set)] if folder_set else []
+    # Without importing it: loading the libraries may be what kills.
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("llama_cpp")
+        places = (spec and spec.submodule_search_locations) or ()
+        folders += [Path(place, "lib") for place in places]
     found = []
-    for folder in _library_folders():
+    for folder in folders:
         with suppress(OSError):
             for path in sorted(folder.iterdir()):
                 if ".so" in path.name or path.suffix in (".dylib", ".dll"):
                     stat = path.stat()
                     found.append((str(path), stat.st_size, stat.st_mtime_ns))
     return found
-
-
-def _library_folders() -> Iterator[Path]:
-    if folder := os.environ.get("LLAMA_CPP_LIB_PATH"):
-        yield Path(folder)
-    # Without importing it: loading the libraries may be what kills.
-    with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("llama_cpp")
-        for place in (spec and spec.submodule_search_locations) or ():
-            yield Path(place, "lib")
 
 
 def cpu_model() -> str:

@@ -31,7 +31,7 @@ async def try_llama_cpp(
 
     Args:
         settings: `EngineConfig` fields, the numbers of threads among them.
-        extra: with which buffers, in this order: `use_extra_bufts`.
+        extra: the values of `use_extra_bufts` to try, in this order.
         measure: with which of them to measure speed as well; `None` does not.
 
     A checkpoint.  Cancelled, the process is killed.
@@ -40,15 +40,16 @@ async def try_llama_cpp(
         await trio.lowlevel.checkpoint()
         return Verdict(trouble="this program is no Python that could be started again")
     deadline_s = GPU_DEADLINE_S if settings.get("n_gpu_layers") else DEADLINE_S
-    order = {
-        "deadline_s": deadline_s,
-        "settings": dict(settings),
-        "extra": list(extra),
-        "measure": measure,
-    }
     try:
         with _place_for_model() as path:
-            return await _run(json.dumps({**order, "path": path}), deadline_s)
+            order = {
+                "path": path,
+                "deadline_s": deadline_s,
+                "settings": dict(settings),
+                "extra": list(extra),
+                "measure": measure,
+            }
+            return await _run(json.dumps(order), deadline_s)
     except OSError as error:  # no process, no pipe, no folder
         await trio.lowlevel.checkpoint()
         return Verdict(trouble=f"no process for it: {error.strerror or error}")
@@ -62,11 +63,9 @@ def _place_for_model() -> Iterator[str | None]:
     """
     if hasattr(os, "memfd_create"):
         yield None
-    else:
-        with tempfile.TemporaryDirectory(
-            prefix="llamad_trio-", ignore_cleanup_errors=True
-        ) as folder:
-            yield os.path.join(folder, "probe.gguf")
+        return
+    with tempfile.TemporaryDirectory(prefix="llamad_trio-", ignore_cleanup_errors=True) as folder:
+        yield os.path.join(folder, "probe.gguf")
 
 
 @ends_in_order
@@ -99,7 +98,8 @@ async def _run(order: str, deadline_s: float) -> Verdict:
     finally:
         await run_uninterrupted(partial(_end, process))
     status = None if scope.cancelled_caught else process.returncode
-    return judge(_lines(said), status, _last_words(log))
+    log_lines = log.decode(errors="replace").strip().split("\n")
+    return judge(_lines(said), status, log_lines[-1].strip()[:400])
 
 
 async def _keep(stream: trio.abc.ReceiveStream, kept: bytearray, most: int) -> None:
@@ -128,8 +128,3 @@ def _lines(said: bytearray) -> list[dict[str, Any]]:
         if isinstance(told, dict):
             lines.append(told)
     return lines
-
-
-def _last_words(log: bytearray) -> str:
-    lines = log.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:400]

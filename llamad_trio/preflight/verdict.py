@@ -87,13 +87,10 @@ class Verdict:
 
 
 def judge(lines: list[dict[str, Any]], status: int | None, last_words: str) -> Verdict:
-    """The verdict on what a process said.
+    """The verdict on what a process told, in order, with the last line of its log.
 
-    Args:
-        lines: what it told, in order.
-        status: its exit status, negative or the number itself if it is that of a signal;
-            `None` if it hung and was killed.
-        last_words: the last line of its log.
+    `status` is its exit status, negative or the number itself if it is that of a signal; `None` if
+    it hung and was killed.
     """
     said: dict[str, Any] = {}
     attempts: dict[bool, Attempt] = {}
