@@ -35,7 +35,7 @@ from llamad_trio.core.fields import number
 from llamad_trio.core.info import EngineStats, ModelInfo
 from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.system.nursery import holds_cancelled, new_scope, open_plain_nursery
-from llamad_trio.watch.freshness import refresh_if_possible
+from llamad_trio.watch import refresh_if_possible
 
 T = TypeVar("T")
 PartT = TypeVar("PartT")

@@ -37,7 +37,7 @@ from llamad_trio.serving.unix_socket import (
     peer_is_trusted,
 )
 from llamad_trio.system.nursery import TaskStatus, new_scope, open_plain_nursery
-from llamad_trio.watch.freshness import refresh_all
+from llamad_trio.watch import refresh_all
 from llamad_trio.wire.calls import (
     Call,
     CallId,

@@ -26,8 +26,8 @@ from llamad_trio.isolation.isolation import open_isolated_engine
 from llamad_trio.supervision.budget import Budget
 from llamad_trio.supervision.supervisor import ModelState, Supervisor
 from llamad_trio.system.nursery import ends_in_order, new_scope, open_plain_nursery
+from llamad_trio.watch import refresh_if_possible
 from llamad_trio.watch.broadcast import Broadcast, EventReader
-from llamad_trio.watch.freshness import refresh_if_possible
 
 T = TypeVar("T")
 

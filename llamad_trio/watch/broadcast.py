@@ -52,7 +52,9 @@ class EventReader(trio.abc.ReceiveChannel[EngineEvent]):
         if self._n_lost:
             await trio.lowlevel.checkpoint()
             if self._n_lost:  # nobody else has read it meanwhile
-                return self._take_lagged()
+                lagged = Lagged(time=self._lost_until, engine="", n_lost=self._n_lost)
+                self._n_lost = 0
+                return lagged
         return await self._receive.receive()
 
     async def aclose(self) -> None:
@@ -78,11 +80,6 @@ class EventReader(trio.abc.ReceiveChannel[EngineEvent]):
     def end(self) -> None:
         """The broadcast's side: nothing will follow."""
         self._send.close()
-
-    def _take_lagged(self) -> Lagged:
-        lagged = Lagged(time=self._lost_until, engine="", n_lost=self._n_lost)
-        self._n_lost = 0
-        return lagged
 
 
 class Source(Protocol):

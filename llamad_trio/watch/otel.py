@@ -26,7 +26,6 @@ from llamad_trio.system.nursery import TaskStatus
 from llamad_trio.watch import EventSource, follow
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.metrics import Histogram, MeterProvider
     from opentelemetry.trace import TracerProvider
 
@@ -134,8 +133,10 @@ class EngineTelemetry:
             }
             if isinstance(event, RequestFinished):
                 self._measure(event, common)
+            elif isinstance(event, RequestFailed):
+                common["error.type"] = type(event.error).__name__
             else:
-                common["error.type"] = _error_type(event)
+                common["error.type"] = "cancelled"
             self._duration.record(event.duration_s, common)
             self._trace(event, common)
 
@@ -149,12 +150,14 @@ class EngineTelemetry:
             self._output_token.record(rest_s / (event.generated_tokens - 1), common)
 
     def _trace(self, event: End, common: dict[str, Value]) -> None:
+        from opentelemetry.context import get_current
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
+        asked_in = None if event.context is None else event.context.run(get_current)
         end_s = time.time() - (trio.current_time() - event.time)
         span = self._tracer.start_span(
             f"{common['gen_ai.operation.name']} {common['gen_ai.request.model']}",
-            context=_parent(event),
+            context=asked_in,
             kind=SpanKind.INTERNAL,  # the model runs in this process
             attributes={**common, **_usage(event)},
             start_time=_nanoseconds(end_s - event.duration_s),
@@ -178,17 +181,6 @@ def _usage(event: End) -> dict[str, Value]:
     if event.kind not in ONLY_READ:
         usage["gen_ai.response.finish_reasons"] = (event.finish_reason,)
     return usage
-
-
-def _error_type(event: RequestFailed | RequestCancelled) -> str:
-    return type(event.error).__name__ if isinstance(event, RequestFailed) else "cancelled"
-
-
-def _parent(event: End) -> Context | None:
-    """The OpenTelemetry context of the task that asked."""
-    from opentelemetry.context import get_current
-
-    return None if event.context is None else event.context.run(get_current)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -34,8 +34,7 @@ from llamad_trio.core.engine_events import (
 from llamad_trio.core.errors import LlamadError
 from llamad_trio.core.info import EngineStats
 from llamad_trio.system.nursery import TaskStatus
-from llamad_trio.watch import EventSource, follow
-from llamad_trio.watch.freshness import refresh_all
+from llamad_trio.watch import EventSource, follow, refresh_all
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """The `Content-Type` of what `EngineMetrics.scrape` gives."""
@@ -75,20 +74,22 @@ class EngineMetrics:
         self._engines = stats if isinstance(stats, Mapping) else {}
         self._stats = partial(_read_stats, stats) if isinstance(stats, Mapping) else stats
         self._limiter = trio.CapacityLimiter(1)
-        self._registry: CollectorRegistry = _Counted()
-        self._ttft = self._histogram("time_to_first_token_seconds", "From submission.", SECONDS)
-        self._queued = self._histogram("queue_seconds", "From submission to a slot.", SECONDS)
-        self._duration = self._histogram(
-            "request_duration_seconds", "From submission to the end.", SECONDS, "outcome"
+        registry = self._registry = _Counted()
+        seconds = partial(Histogram, namespace="llamad", registry=registry, buckets=SECONDS)
+        tokens = partial(Histogram, namespace="llamad", registry=registry, buckets=TOKENS)
+        counter = partial(Counter, namespace="llamad", registry=registry)
+        whose = ("engine",)
+        self._ttft = seconds("time_to_first_token_seconds", "From submission.", whose)
+        self._queued = seconds("queue_seconds", "From submission to a slot.", whose)
+        self._duration = seconds(
+            "request_duration_seconds", "From submission to the end.", (*whose, "outcome")
         )
-        self._prompt = self._histogram("prompt_tokens", "Length of prompts.", TOKENS)
-        self._generated = self._histogram("generated_tokens", "Length of replies.", TOKENS)
-        self._errors = self._counter("request_errors", "Failed requests by error.", "error")
-        self._failures = self._counter("engine_failures", "Failures of an engine.", "error")
-        self._restarts = self._counter("engine_restarts", "Restarts after a failure.")
-        self._lost = Counter(
-            "llamad_events_lost", "Events these metrics were too slow for.", registry=self._registry
-        )
+        self._prompt = tokens("prompt_tokens", "Length of prompts.", whose)
+        self._generated = tokens("generated_tokens", "Length of replies.", whose)
+        self._errors = counter("request_errors", "Failed requests by error.", (*whose, "error"))
+        self._failures = counter("engine_failures", "Failures of an engine.", (*whose, "error"))
+        self._restarts = counter("engine_restarts", "Restarts after a failure.", whose)
+        self._lost = counter("events_lost", "Events these metrics were too slow for.")
 
     async def run(
         self,
@@ -149,16 +150,6 @@ class EngineMetrics:
         await refresh_all(self._engines.values())
         stats = self._stats()
         return await trio.to_thread.run_sync(_text, stats, self._registry, limiter=self._limiter)
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(
-            f"llamad_{name}", text, ("engine", *labels), buckets=buckets, registry=self._registry
-        )
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"llamad_{name}", text, ("engine", *labels), registry=self._registry)
 
 
 def _read_stats(engines: Mapping[str, StatsSource]) -> StatsByEngine:

@@ -31,7 +31,7 @@ from llamad_trio import (
     daemon_stats,
 )
 from llamad_trio.testing import open_scripted_engine, open_scripted_models
-from llamad_trio.watch.freshness import refresh_if_possible
+from llamad_trio.watch import refresh_if_possible
 from tests.remote.daemons import DONE, MIB, OF_DAEMON, QUESTIONS, answering, as_lines, served
 from tests.serving.support import running_daemon
 from tests.support import ENDLESS, read_all, until, until_idle

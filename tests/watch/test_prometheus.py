@@ -16,7 +16,7 @@ from trio.testing import MockClock
 from llamad_trio import EngineSpec, InferenceError, ModelLoadError, connect, serve_unix
 from llamad_trio.core.engine_events import EngineFailed, EngineRestarted, Lagged, RequestFailed
 from llamad_trio.testing import ScriptedModel, open_scripted_engine, open_scripted_models
-from llamad_trio.watch.freshness import REFRESH_S
+from llamad_trio.watch import REFRESH_S
 from llamad_trio.watch.prometheus import EngineMetrics
 
 if TYPE_CHECKING:
