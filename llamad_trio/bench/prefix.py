@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os import PathLike
 from statistics import median
 
 import attrs
 
 from llamad_trio.bench import TEXT
+from llamad_trio.core.completion import Completion
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.request import Request
 from llamad_trio.engine.engine import Engine
@@ -47,24 +48,11 @@ class PrefixReport:
     rows: tuple[PrefixRow, ...]
 
 
-@attrs.frozen
-class _Shot:
-    ttft_s: float
-    cached_tokens: int
+PromptMaker = Callable[[int, int], list[int]]
+"""Makes the prompt of a round, which has its own prefix, with one of its suffixes."""
 
-
-@attrs.frozen
-class _Prompts:
-    """Prompts that share a prefix, a new one each round."""
-
-    tokens: list[int]
-    n_prefix: int
-
-    def prompt(self, round_: int, suffix: int) -> list[int]:
-        """The prefix of a round, and one of its suffixes."""
-        start = 3 * round_
-        prefix = self.tokens[start : start + self.n_prefix]
-        return prefix + self.tokens[suffix : suffix + _SUFFIX_TOKENS]
+Pair = tuple[Completion, Completion]
+"""What came of a cold prompt, and of one whose prefix was there."""
 
 
 async def run_prefix_bench(
@@ -96,78 +84,68 @@ async def run_prefix_bench(
     whole = prefix_tokens + _SUFFIX_TOKENS
     base = EngineConfig.merge(None, {"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides})
     small = attrs.evolve(base, n_ctx=whole + 64, prompt_cache_ram_bytes=1 << 32)
-    shots: dict[str, list[tuple[_Shot, _Shot]]] = defaultdict(list)
-
-    def note(found: dict[str, tuple[_Shot, _Shot]]) -> None:
-        for case, pair in found.items():
-            shots[case].append(pair)
-
+    measured: dict[str, list[Pair]] = defaultdict(list)
     async with open_engine(model, base) as eng:
-        text = TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8)
-        prompts = _Prompts(await eng.tokenize(text), prefix_tokens)
+        tokens = await eng.tokenize(TEXT * ((prefix_tokens + 4 * rounds) // 8 + 8))
+
+        def prompt(round_: int, suffix: int) -> list[int]:
+            prefix = tokens[3 * round_ : 3 * round_ + prefix_tokens]
+            return prefix + tokens[suffix : suffix + _SUFFIX_TOKENS]
+
         for i in range(rounds):
             on_progress(f"in the pool, round {i + 1} of {rounds}")
-            note(await _warm(eng, prompts, i))
+            for case, pair in (await _measure_warm(eng, prompt, i)).items():
+                measured[case].append(pair)
     async with open_engine(model, small) as eng:
         for i in range(rounds):
             on_progress(f"RAM, round {i + 1} of {rounds}")
-            cold = await _shot(eng, prompts.prompt(i, 1))
-            await _shot(eng, prompts.prompt(i + rounds, 1)[::-1])  # pushes the first out
-            note({"restored from RAM": (cold, await _shot(eng, prompts.prompt(i, 1)))})
+            cold = await _measure(eng, prompt(i, 1))
+            await _measure(eng, prompt(i + rounds, 1)[::-1])  # pushes the first out
+            measured["restored from RAM"].append((cold, await _measure(eng, prompt(i, 1))))
     for i in range(rounds):
         on_progress(f"disk, round {i + 1} of {rounds}")
-        note(await _restarted(model, base, prompts.prompt(i, 1)))
+        measured["restored from disk"].append(await _measure_restarted(model, base, prompt(i, 1)))
 
+    all_cold = [(cold, cold) for pairs in measured.values() for cold, _ in pairs]
     return PrefixReport(
         model=str(model),
         prefix_tokens=prefix_tokens,
         suffix_tokens=_SUFFIX_TOKENS,
         rounds=rounds,
-        rows=tuple(_rows(shots)),
+        rows=tuple(_row(case, pairs) for case, pairs in {"cold": all_cold, **measured}.items()),
     )
 
 
-async def _warm(eng: Engine, prompts: _Prompts, round_: int) -> dict[str, tuple[_Shot, _Shot]]:
-    same = prompts.prompt(round_, 1)
-    cold = await _shot(eng, same)
+async def _measure(eng: Engine, prompt: list[int]) -> Completion:
+    return await eng.complete(Request(prompt, temperature=0, max_tokens=1))
+
+
+async def _measure_warm(eng: Engine, prompt: PromptMaker, round_: int) -> dict[str, Pair]:
+    same = prompt(round_, 1)
+    cold, again = await _measure(eng, same), await _measure(eng, same)
+    changed = await _measure(eng, prompt(round_, 2))
+    async with eng.stream(Request(same, temperature=0, max_tokens=400)) as pieces:
+        await pieces.receive()  # from here on, another request generates from the same prefix
+        beside = await _measure(eng, same)
     return {
-        "warm, same prompt": (cold, await _shot(eng, same)),
-        "warm, changed suffix": (cold, await _shot(eng, prompts.prompt(round_, 2))),
-        "warm, beside the first": (cold, await _beside(eng, same)),
+        "warm, same prompt": (cold, again),
+        "warm, changed suffix": (cold, changed),
+        "warm, beside the first": (cold, beside),
     }
 
 
-async def _restarted(
+async def _measure_restarted(
     model: str | PathLike[str], config: EngineConfig, prompt: list[int]
-) -> dict[str, tuple[_Shot, _Shot]]:
+) -> Pair:
     with tempfile.TemporaryDirectory() as directory:
         disk = attrs.evolve(config, prompt_cache_dir=directory, prompt_cache_disk_bytes=1 << 32)
         async with open_engine(model, disk) as eng:
-            cold = await _shot(eng, prompt)
+            cold = await _measure(eng, prompt)
         async with open_engine(model, disk) as eng:
-            return {"restored from disk": (cold, await _shot(eng, prompt))}
+            return cold, await _measure(eng, prompt)
 
 
-async def _shot(eng: Engine, prompt: list[int]) -> _Shot:
-    completion = await eng.complete(Request(prompt, temperature=0, max_tokens=1))
-    return _Shot(completion.ttft_s, completion.cached_tokens)
-
-
-async def _beside(eng: Engine, prompt: list[int]) -> _Shot:
-    """A prompt measured while another request still generates from the same prefix."""
-    endless = Request(prompt, temperature=0, max_tokens=400)
-    async with eng.stream(endless) as pieces:
-        await pieces.receive()
-        return await _shot(eng, prompt)
-
-
-def _rows(shots: dict[str, list[tuple[_Shot, _Shot]]]) -> Iterator[PrefixRow]:
-    yield _row("cold", [(cold, cold) for pairs in shots.values() for cold, _ in pairs])
-    for case, pairs in shots.items():
-        yield _row(case, pairs)
-
-
-def _row(case: str, pairs: list[tuple[_Shot, _Shot]]) -> PrefixRow:
+def _row(case: str, pairs: list[Pair]) -> PrefixRow:
     return PrefixRow(
         case=case,
         ttft_s=median(warm.ttft_s for _, warm in pairs),

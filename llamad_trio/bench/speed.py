@@ -100,12 +100,8 @@ async def run_bench(
         InferenceError: the plain loop could not compute a batch.
     """
     most = max(concurrency)
-    fields: dict[str, object] = {
-        "n_slots": most,
-        "n_ctx": most * (prompt_tokens + n_tokens + 32),
-        "kv_cache": False,
-        **overrides,
-    }
+    n_ctx = most * (prompt_tokens + n_tokens + 32)
+    fields = {"n_slots": most, "n_ctx": n_ctx, "kv_cache": False, **overrides}
     config = EngineConfig.merge(None, fields)
     async with open_beside_loop(model, config, Lane()) as both:
         eng = both.engine
@@ -178,8 +174,7 @@ async def _row(
     measured = [
         (await run_loop(), await _run_engine(both.engine, prompts, n_tokens)) for _ in range(pairs)
     ]
-    raw = [pair[0] for pair in measured]
-    engine = [pair[1] for pair in measured]
+    raw, engine = zip(*measured, strict=True)
     raw_ttft_s, ttft_s = (median(s.prefill_s for s in speeds) for speeds in (raw, engine))
     return BenchRow(
         concurrency=len(prompts),

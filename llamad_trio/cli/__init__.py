@@ -68,7 +68,10 @@ def main() -> NoReturn:
     except Exception as error:  # whatever it is, a command line answers in one line
         if os.environ.get("LLAMAD_DEBUG"):
             raise
-        click.echo(f"error: {_said(error)}", err=True)
+        text = flat(str(error)) or "failed"
+        if not isinstance(error, OSError) and not type(error).__module__.startswith("llamad_trio."):
+            text = f"{type(error).__name__}: {text}"
+        click.echo(f"error: {text}", err=True)
         sys.exit(1)
     sys.exit(0)
 
@@ -82,9 +85,3 @@ def _show_warnings() -> None:
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     logger.addHandler(handler)
-
-
-def _said(error: Exception) -> str:
-    text = flat(str(error)) or "failed"
-    known = isinstance(error, OSError) or type(error).__module__.startswith("llamad_trio.")
-    return text if known else f"{type(error).__name__}: {text}"

@@ -57,14 +57,9 @@ class _Opened:
 
 
 class ChatLoop:
-    """One conversation.
+    """One conversation, with engines by the names of their models; `None` is the default one.
 
-    Args:
-        open_engine: opens an engine by the name of its model; `None` is the default one.
-        reader: where lines come from.
-        screen: where answers go.
-        conversation: what was said before.
-        fields: `Request` fields for every answer.
+    `fields` are `Request` fields for every answer.
     """
 
     def __init__(
@@ -182,8 +177,11 @@ class ChatLoop:
             try:
                 async with engine.stream_events(request) as events:
                     async for event in events:
-                        self._drop(too_many)
-                        too_many = 0
+                        if too_many:  # now it is known that it helps to forget them
+                            self._conversation.drop(too_many)
+                            gone = f"its oldest part ({too_many} of yours) is gone"
+                            self._note(f"the conversation no longer fits: {gone}")
+                            too_many = 0
                         match event:
                             case TextDelta(piece):
                                 reply.text += piece
@@ -197,12 +195,6 @@ class ChatLoop:
                 if too_many == len(self._conversation):
                     raise
                 too_many += 1
-
-    def _drop(self, n: int) -> None:
-        """Forget exchanges, now that it is known to help."""
-        if n:
-            self._conversation.drop(n)
-            self._note(f"the conversation no longer fits: its oldest part ({n} of yours) is gone")
 
     async def _tell_stats(self, engine: EngineLike) -> None:
         stats, n_ctx = None, None

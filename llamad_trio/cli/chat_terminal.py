@@ -50,11 +50,7 @@ class Reader(Protocol):
 
 
 class Lines:
-    """Lines of a file, a pipe, or whatever else can be read.
-
-    Args:
-        fd: the file's descriptor.
-    """
+    """Lines of a file, a pipe, or whatever else can be read."""
 
     is_terminal = False
 
@@ -72,7 +68,10 @@ class Lines:
         searched = 0
         while (end := self._ahead.find(b"\n", searched)) < 0 and not self._is_over:
             searched = len(self._ahead)
-            chunk = await self._chunk()
+            # A file cannot be waited for: it can always be read.
+            with suppress(PermissionError):
+                await trio.lowlevel.wait_readable(self._fd)
+            chunk = os.read(self._fd, CHUNK_BYTES)
             self._ahead += chunk
             self._is_over = not chunk
         if end < 0:
@@ -83,19 +82,9 @@ class Lines:
         del self._ahead[: end + 1]
         return line.removesuffix(b"\r").decode(errors="surrogateescape")
 
-    async def _chunk(self) -> bytes:
-        # A file cannot be waited for: it can always be read.
-        with suppress(PermissionError):
-            await trio.lowlevel.wait_readable(self._fd)
-        return os.read(self._fd, CHUNK_BYTES)
-
 
 class Prompt:
-    """Lines typed at the terminal, with editing, history and completion.
-
-    Args:
-        history: what Up and Ctrl-R look through.
-    """
+    """Lines typed at the terminal, with editing, history and completion."""
 
     is_terminal = True
 
@@ -120,7 +109,8 @@ class Prompt:
         async with open_plain_nursery() as nursery:
             nursery.start_soon(self._stop_when_cancelled)
             with new_shield():
-                typed = await trio.to_thread.run_sync(self._ask)
+                # On a worker thread: prompt_toolkit runs on asyncio only.
+                typed = await trio.to_thread.run_sync(lambda: asyncio.run(self._prompt()))
         return typed
 
     async def _stop_when_cancelled(self) -> None:
@@ -135,10 +125,6 @@ class Prompt:
         self._stop = stop
         if stop is not None and self._is_cancelled:  # it came before the thread had begun
             stop()
-
-    def _ask(self) -> str | Key:
-        """On a worker thread: prompt_toolkit runs on asyncio only."""
-        return asyncio.run(self._prompt())
 
     async def _prompt(self) -> str | Key:
         task = asyncio.current_task()
@@ -199,10 +185,6 @@ class Screen:
     """Where answers go, and what is said beside them.
 
     Control characters do not reach a terminal, and what is beside the answers is dim there.
-
-    Args:
-        answers: for answers only, unless it is the same as `asides`.
-        asides: for reasoning and notes.
     """
 
     def __init__(self, answers: TextIO, asides: TextIO) -> None:

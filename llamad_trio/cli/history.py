@@ -47,12 +47,7 @@ class Command:
 
 @attrs.define
 class PartialReply:
-    """What has been received of an answer.
-
-    Attributes:
-        text, reasoning: so far.
-        completion: how it ended, if it was not stopped.
-    """
+    """What has been received of an answer, and how it ended, if it was not stopped."""
 
     text: str = ""
     reasoning: str = ""
@@ -72,14 +67,8 @@ def parse(line: str) -> Say | Command | None:
 class Conversation:
     """The turns so far, in exchanges of a question and its answer.
 
-    Args:
-        system: the system message.
-
-    Attributes:
-        last: the end of the last answer that was not stopped.
-
-    Raises:
-        ProtocolError: `system` is no text a request can have.
+    `last` is the end of the last answer that was not stopped.  Raises `ProtocolError` if `system`
+    is no text a request can have.
     """
 
     def __init__(self, system: str | None = None) -> None:
@@ -104,8 +93,7 @@ class Conversation:
     def request(self, text: str, fields: Mapping[str, Any], *, without: int = 0) -> Request:
         """The request for an answer to `text`, without so many of the oldest exchanges.
 
-        Raises:
-            ProtocolError: `text` or one of `fields` is nothing a request can have.
+        Raises `ProtocolError` if `text` or one of `fields` is nothing a request can have.
         """
         history = self.history[2 * without :]
         return Request(text, system=self.system, history=history, session=self._session, **fields)
@@ -123,11 +111,7 @@ class Conversation:
         del self._exchanges[:n]
 
     def text_as(self, suffix: str) -> str:
-        """All of it but the reasoning: Markdown for `.md`, JSON for `.json`.
-
-        Raises:
-            ValueError: another suffix.
-        """
+        """All of it but the reasoning: Markdown for `.md`, JSON for `.json`, else `ValueError`."""
         first = () if self.system is None else (Message("system", self.system),)
         turns = (*first, *self.history)
         match suffix:
@@ -141,12 +125,9 @@ class Conversation:
 
 
 def stats_lines(last: Completion | None, stats: EngineStats | None, n_ctx: int | None) -> list[str]:
-    """The last answer's speeds, the context it used, and the engine's counts.
+    """The last answer's speeds, the context it used of the pool's `n_ctx`, and the engine's counts.
 
-    Args:
-        last: the last answer, if there was one.
-        stats: the engine's; `None` while its model is not loaded.
-        n_ctx: tokens in its pool, if that is known.
+    There are no `stats` while its model is not loaded.
     """
     lines = ["no answer yet"]
     if last is not None:

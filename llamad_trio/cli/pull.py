@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -34,7 +33,6 @@ from llamad_trio.hub.manifest import (
 from llamad_trio.hub.pull import PullProgress, pull
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
     from pathlib import Path
 
 _PHASES = {"wait": "waiting for another pull", "download": "downloading", "verify": "verifying"}
@@ -111,8 +109,18 @@ def _plain(model: KnownModel) -> dict[str, object]:
 
 
 def _pull_with_bar(model: KnownModel, *, verify: bool) -> Path:
-    with _progress_bar() as show:
-        return pull(model, verify=verify, progress=show)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as display:
+        return pull(model, verify=verify, progress=_Bar(display))
 
 
 class _Bar:
@@ -126,28 +134,10 @@ class _Bar:
     def __call__(self, progress: PullProgress) -> None:
         if self._task is None or progress.phase != self._phase:
             self._phase = progress.phase
-            self._task = self._start(f"{progress.model}: {_PHASES[progress.phase]}")
+            title = f"{progress.model}: {_PHASES[progress.phase]}"
+            if self._display.disable:
+                click.echo(title, err=True)
+            if self._task is not None:
+                self._display.remove_task(self._task)
+            self._task = self._display.add_task(title, total=None)
         self._display.update(self._task, completed=progress.done_bytes, total=progress.total_bytes)
-
-    def _start(self, title: str) -> TaskID:
-        if self._display.disable:
-            click.echo(title, err=True)
-        if self._task is not None:
-            self._display.remove_task(self._task)
-        return self._display.add_task(title, total=None)
-
-
-@contextmanager
-def _progress_bar() -> Generator[_Bar]:
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as display:
-        yield _Bar(display)

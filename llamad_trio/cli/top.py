@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import click
 from llamad_trio.daemon.config import DEFAULT_SOCKET
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.text import Text
 
     from llamad_trio.core.info import DaemonStats, EngineStats, ModelStats
@@ -70,42 +70,30 @@ def top_command(socket: str, interval: float, once: bool, as_json: bool) -> None
 async def _top(socket: str, interval: float, once: bool, as_json: bool) -> None:
     import trio
     from rich.console import Console
+    from rich.live import Live
 
     from llamad_trio.remote.remote import daemon_stats
 
     console = Console(force_terminal=sys.stdout.isatty())
     in_place = console.is_terminal and not console.is_dumb_terminal and not once and not as_json
+    # Refreshed by hand: rich would start a thread to do it.
+    live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
     previous, then = None, 0.0
-    with _screen(console) if in_place else _printer(console, as_json) as show:
+    with live if in_place else nullcontext():
         while True:
             current, now = await daemon_stats(socket), trio.current_time()
             # One snapshot has no speeds: only a view that will be refreshed is shown without.
             if previous is not None or in_place or as_json:
-                show(previous, current, now - then)
+                if as_json:
+                    click.echo(json.dumps(current, default=_plain))
+                elif in_place:
+                    live.update(view(previous, current, now - then), refresh=True)
+                else:
+                    console.print(view(previous, current, now - then))
                 if once:
                     return
             previous, then = current, now
             await trio.sleep(interval)
-
-
-Show = Callable[["DaemonStats | None", "DaemonStats", float], None]
-
-
-@contextmanager
-def _screen(console: Console) -> Generator[Show]:
-    from rich.live import Live
-
-    # Refreshed by hand: rich would start a thread to do it.
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        yield lambda *snapshots: live.update(view(*snapshots), refresh=True)
-
-
-@contextmanager
-def _printer(console: Console, as_json: bool) -> Generator[Show]:
-    if as_json:
-        yield lambda _previous, current, _seconds: click.echo(json.dumps(current, default=_plain))
-    else:
-        yield lambda *snapshots: console.print(view(*snapshots))
 
 
 def _plain(value: object) -> object:
@@ -119,13 +107,7 @@ def _plain(value: object) -> object:
 
 
 def view(previous: DaemonStats | None, current: DaemonStats, seconds: float) -> RenderableType:
-    """What `top` shows of a daemon.
-
-    Args:
-        previous: the snapshot before; `None` leaves the speeds open.
-        current: the snapshot to show.
-        seconds: time between the two.
-    """
+    """What `top` shows of a daemon, from two snapshots; without the earlier one, no speeds."""
     from rich.console import Group
     from rich.text import Text
 
@@ -140,15 +122,11 @@ def view(previous: DaemonStats | None, current: DaemonStats, seconds: float) -> 
     parts: list[RenderableType] = [Text(header + _count(n_models, "model"))]
     for name, model in current.models.items():
         earlier = before[name].stats if name in before else None
-        parts += [Text(), _title(name, model), _rows(earlier, model, seconds)]
+        described = ", ".join(part for part in (model.info.description, model.info.name) if part)
+        parts += [Text(), _named(name, described), _rows(earlier, model, seconds)]
     if absent:
         parts += [Text(), *(_named(name, state) for name, state in absent.items())]
     return Group(*parts)
-
-
-def _title(name: str, model: ModelStats) -> Text:
-    described = [part for part in (model.info.description, model.info.name) if part]
-    return _named(name, ", ".join(described))
 
 
 def _named(name: str, what: str) -> Text:
