@@ -10,9 +10,9 @@ import os
 import platform
 import resource
 import socket
-import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -158,21 +158,15 @@ def _reason(verdict: Verdict, asked: bool | None) -> str:
 def _cores() -> dict[str, float | None]:
     logical = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    return {
-        "logical": logical,
-        "allowed": allowed,
-        "physical": physical_cores(),
-        "quota": cpu_quota(),
-    }
+    physical, quota = physical_cores(), cpu_quota()
+    return {"logical": logical, "allowed": allowed, "physical": physical, "quota": quota}
 
 
 def _memory() -> dict[str, int | None]:
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return {
-        "total": total_memory(),
-        "available": available_memory(),
-        "limit": None if limit == resource.RLIM_INFINITY else limit,
-    }
+    limit: int | None = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = None
+    return {"total": total_memory(), "available": available_memory(), "limit": limit}
 
 
 def _models() -> dict[str, object]:
@@ -185,14 +179,10 @@ def _models() -> dict[str, object]:
 
 
 def _socket() -> dict[str, object]:
-    path = Path(DEFAULT_SOCKET)
     listens = False
-    try:
-        if stat.S_ISSOCK(path.stat().st_mode):
-            with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(1)
-                client.connect(DEFAULT_SOCKET)
-                listens = True
-    except OSError:
-        pass
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        if Path(DEFAULT_SOCKET).is_socket():
+            client.settimeout(1)
+            client.connect(DEFAULT_SOCKET)
+            listens = True
     return {"path": DEFAULT_SOCKET, "listens": listens}

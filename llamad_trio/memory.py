@@ -81,7 +81,7 @@ def total_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
         proc: where the kernel describes itself and this process.
         cgroup: where the control groups are mounted (version 1 or 2).
     """
-    limits = [group.limit for group in _groups(proc, cgroup)]
+    limits = [limit for limit, _ in _groups(proc, cgroup)]
     return min([_memory_info(proc).get("MemTotal", _physical_memory()), *limits])
 
 
@@ -96,7 +96,7 @@ def available_memory(*, proc: Path = PROC, cgroup: Path = CGROUP) -> int:
         proc: where the kernel describes itself and this process.
         cgroup: where the control groups are mounted (version 1 or 2).
     """
-    left = [max(0, group.limit - group.used) for group in _groups(proc, cgroup)]
+    left = [max(0, limit - used) for limit, used in _groups(proc, cgroup)]
     return min([_memory_info(proc).get("MemAvailable", _physical_memory()), *left])
 
 
@@ -131,16 +131,11 @@ _VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_
 _VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
-@attrs.frozen
-class _Group:
-    """A group with a limit, in bytes; `used` leaves out what the system can drop."""
+def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
+    """The limits on memory of the groups that this process is in, from the innermost out.
 
-    limit: int
-    used: int
-
-
-def _groups(proc: Path, cgroup: Path) -> Iterator[_Group]:
-    """The groups with a limit on memory that this process is in, from the innermost out."""
+    With each comes what the group uses of it, without what the system can drop.
+    """
     for line in _lines(proc / "self/cgroup"):
         match line.split(":", 2):
             case ["0", "", path]:
@@ -149,7 +144,7 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[_Group]:
                 yield from _groups_up(cgroup / "memory", path, _VERSION_1)
 
 
-def _groups_up(root: Path, path: str, files: _Files) -> Iterator[_Group]:
+def _groups_up(root: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
     # In a container the path can be the host's, of which only the root is to be seen.
     parts = [part for part in path.split("/") if part]
     for depth in range(0 if ".." in parts else len(parts), -1, -1):
@@ -158,7 +153,7 @@ def _groups_up(root: Path, path: str, files: _Files) -> Iterator[_Group]:
         limit = min((number for number in limits if number is not None), default=None)
         if limit is not None:
             used = (_number(directory / files.usage) or 0) - _droppable(directory, files)
-            yield _Group(limit, max(0, used))
+            yield limit, max(0, used)
 
 
 def _number(file: Path) -> int | None:

@@ -13,10 +13,8 @@ from typing import NoReturn
 import click
 
 from llamad_trio.cli.bench import bench_command
-from llamad_trio.cli.chat import chat_command
-from llamad_trio.cli.complete import complete_command
-from llamad_trio.cli.doctor import doctor_command
-from llamad_trio.cli.inspect import inspect_command
+from llamad_trio.cli.examine import doctor_command, inspect_command
+from llamad_trio.cli.generate import chat_command, complete_command
 from llamad_trio.cli.options import flat
 from llamad_trio.cli.pull import models_command, pull_command
 from llamad_trio.cli.serve import serve_command

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,12 +12,29 @@ from llamad_trio.cli.pull import ensure_model
 from llamad_trio.hub.manifest import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from llamad_trio.bench.prefix import PrefixReport
     from llamad_trio.bench.speed import BenchReport
 
-ReportT = TypeVar("ReportT")
+Columns = tuple[tuple[str, str], ...]
+"""The heads of a table, and how to format the fields of a row, in their order."""
+
+_SPEED_COLUMNS: Columns = (
+    ("at once", "d"),
+    ("decode tok/s", ".1f"),
+    ("raw", ".1f"),
+    ("ratio", ".3f"),
+    ("prefill tok/s", ".0f"),
+    ("raw", ".0f"),
+    ("ratio", ".3f"),
+    ("TTFT s", ".3f"),
+    ("raw", ".3f"),
+)
+_PREFIX_COLUMNS: Columns = (
+    ("prefix", "s"),
+    ("TTFT s", ".3f"),
+    ("against cold", ".3f"),
+    ("reused tokens", "d"),
+)
 
 
 @click.command("bench")
@@ -61,60 +77,36 @@ def bench_command(
     if prefix:
         length = prompt_tokens or 1000
         measure = partial(run_prefix_bench, path, prefix_tokens=length, rounds=pairs, **common)
-        _print(trio.run(measure), _prefix_table, as_json=as_json)
+        reuse = trio.run(measure)
+        title = (
+            f"time to the first token, {reuse.prefix_tokens} + {reuse.suffix_tokens} prompt "
+            f"tokens, medians of {reuse.rounds}"
+        )
+        _print(reuse, title, _PREFIX_COLUMNS, as_json=as_json)
     else:
         common |= {"concurrency": concurrency, "prompt_tokens": prompt_tokens or 128}
-        against_plain = partial(run_bench, path, n_tokens=tokens, pairs=pairs, **common)
-        _print(trio.run(against_plain), _speed_table, as_json=as_json)
+        speed = trio.run(partial(run_bench, path, n_tokens=tokens, pairs=pairs, **common))
+        title = (
+            f"{speed.description}, {speed.n_threads} threads, {speed.prompt_tokens} prompt "
+            f"+ {speed.n_tokens} tokens, medians of {speed.pairs} pairs"
+        )
+        _print(speed, title, _SPEED_COLUMNS, as_json=as_json)
 
 
-def _print(report: ReportT, draw: Callable[[ReportT], Table], *, as_json: bool) -> None:
+def _print(
+    report: BenchReport | PrefixReport, title: str, columns: Columns, *, as_json: bool
+) -> None:
+    import attrs
     from rich.console import Console
+    from rich.table import Table
 
     if as_json:
         print_json(report)
-    else:
-        Console().print(draw(report))
-
-
-def _speed_table(report: BenchReport) -> Table:
-    table = _numbers_table(
-        f"{report.description}, {report.n_threads} threads, {report.prompt_tokens} prompt "
-        f"+ {report.n_tokens} tokens, medians of {report.pairs} pairs",
-        *("at once", "decode tok/s", "raw", "ratio", "prefill tok/s", "raw", "ratio"),
-        *("TTFT s", "raw"),
-    )
-    for row in report.rows:
-        table.add_row(
-            str(row.concurrency),
-            f"{row.decode_tps:.1f}",
-            f"{row.raw_decode_tps:.1f}",
-            f"{row.decode_ratio:.3f}",
-            f"{row.prefill_tps:.0f}",
-            f"{row.raw_prefill_tps:.0f}",
-            f"{row.prefill_ratio:.3f}",
-            f"{row.ttft_s:.3f}",
-            f"{row.raw_ttft_s:.3f}",
-        )
-    return table
-
-
-def _prefix_table(report: PrefixReport) -> Table:
-    table = _numbers_table(
-        f"time to the first token, {report.prefix_tokens} + {report.suffix_tokens} prompt "
-        f"tokens, medians of {report.rounds}",
-        *("prefix", "TTFT s", "against cold", "reused tokens"),
-    )
-    table.columns[0].justify = "left"
-    for row in report.rows:
-        table.add_row(row.case, f"{row.ttft_s:.3f}", f"{row.ratio:.3f}", str(row.cached_tokens))
-    return table
-
-
-def _numbers_table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
+        return
     table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+    for name, form in columns:
+        table.add_column(name, justify="left" if form == "s" else "right")
+    for row in report.rows:
+        cells = zip(attrs.astuple(row), columns, strict=True)
+        table.add_row(*(format(value, form) for value, (_, form) in cells))
+    Console().print(table)

@@ -96,12 +96,6 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
-def print_rows(rows: Mapping[str, str], width: int) -> None:
-    """Print names, as many columns wide, and what is to be told of each."""
-    for name, value in rows.items():
-        click.echo(f"{name:{width}} {value}")
-
-
 def flat(text: str) -> str:
     """The text on one line."""
     return " ".join(text.split())

@@ -29,7 +29,7 @@ from llamad_trio import (
     connect,
     serve_unix,
 )
-from llamad_trio.cli.chat import chat_command
+from llamad_trio.cli.generate import chat_command
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_models
 from tests.cli.table import Table
