@@ -26,7 +26,7 @@ from llamad_trio.engine.loading import loaded_model
 from llamad_trio.preflight.prove import proven_config
 
 if TYPE_CHECKING:
-    from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
+    from llamad_trio.llama.raw_loop import RawLoop, Speed
 
 
 @attrs.frozen(kw_only=True)
@@ -64,12 +64,6 @@ class BenchReport:
     n_tokens: int
     pairs: int
     rows: tuple[BenchRow, ...]
-
-
-@attrs.frozen
-class _Speed:
-    prefill_s: float
-    decode_tps: float
 
 
 async def run_bench(
@@ -129,7 +123,7 @@ class BesideLoop:
     loop: RawLoop
     lane: Lane
 
-    async def run_loop(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+    async def run_loop(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> Speed:
         """As `RawLoop.run`, on the lane.  A checkpoint; cancelled, the loop is of no more use."""
         job = partial(self.loop.run, prompts, n_tokens)
         return await self.lane.run(job, abort=self.loop.request_abort)
@@ -163,17 +157,13 @@ async def _prompts(eng: Engine, n: int, prompt_tokens: int) -> list[list[int]]:
 async def _row(
     both: BesideLoop, prompts: Sequence[Sequence[int]], n_tokens: int, pairs: int
 ) -> BenchRow:
+    async def measure_pair() -> tuple[Speed, Speed]:
+        raw = await both.run_loop(prompts, n_tokens)
+        return raw, await _run_engine(both.engine, prompts, n_tokens)
+
     n_prompt = sum(map(len, prompts))
-
-    async def run_loop() -> _Speed:
-        speed = await both.run_loop(prompts, n_tokens)
-        return _Speed(speed.prefill_s, speed.n_decoded / speed.decode_s)
-
-    await run_loop()
-    await _run_engine(both.engine, prompts, n_tokens)
-    measured = [
-        (await run_loop(), await _run_engine(both.engine, prompts, n_tokens)) for _ in range(pairs)
-    ]
+    await measure_pair()  # until all is warm
+    measured = [await measure_pair() for _ in range(pairs)]
     raw, engine = zip(*measured, strict=True)
     raw_ttft_s, ttft_s = (median(s.prefill_s for s in speeds) for speeds in (raw, engine))
     return BenchRow(
@@ -189,8 +179,10 @@ async def _row(
     )
 
 
-async def _run_engine(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Speed:
+async def _run_engine(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> Speed:
     """Stream all prompts at once; count what is decoded while all of them run."""
+    from llamad_trio.llama.raw_loop import Speed
+
     start = trio.current_time()
     marks: list[tuple[float, int]] = []
     begun = 0
@@ -215,4 +207,4 @@ async def _run_engine(eng: Engine, prompts: Sequence[Sequence[int]], n_tokens: i
         for prompt in prompts:
             nursery.start_soon(read, prompt)
     (first_s, before), (last_s, after) = marks
-    return _Speed(first_s - start, (after - before) / (last_s - first_s))
+    return Speed(first_s - start, last_s - first_s, after - before)

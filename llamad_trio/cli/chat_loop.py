@@ -91,7 +91,7 @@ class ChatLoop:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with open_plain_nursery() as nursery:
                 nursery.start_soon(self._obey, signals, nursery.cancel_scope)
-                await self._talk(nursery, await self._open(nursery, model))
+                await self._talk(nursery, await nursery.start(self._host, model))
         return self._status
 
     async def _obey(self, signals: AsyncIterator[int], whole: trio.CancelScope) -> None:
@@ -107,10 +107,6 @@ class ChatLoop:
         """A block that Ctrl-C at a terminal ends, and nothing else with it."""
         with new_scope() as self._under_way:
             yield
-
-    async def _open(self, nursery: trio.Nursery, name: str | None) -> _Opened:
-        opened: _Opened = await nursery.start(self._host, name)
-        return opened
 
     async def _host(
         self, name: str | None, *, task_status: TaskStatus[_Opened] = trio.TASK_STATUS_IGNORED
@@ -156,7 +152,7 @@ class ChatLoop:
                     case Command(name, argument):
                         self._command(name, argument)
             except LlamadError as error:
-                self._note(one_line(error))
+                self._screen.note(one_line(error))
 
     async def _answer(self, engine: EngineLike, text: str) -> None:
         reply = PartialReply()
@@ -164,9 +160,9 @@ class ChatLoop:
             await self._receive(engine, text, reply)
         self._conversation.keep(text, reply)
         if reply.completion is None:
-            self._note("stopped")
+            self._screen.note("stopped")
         elif reply.completion.finish_reason == "length":
-            self._note(f"cut off after {reply.completion.generated_tokens} tokens")
+            self._screen.note(f"cut off after {reply.completion.generated_tokens} tokens")
         self._screen.end_line()
 
     async def _receive(self, engine: EngineLike, text: str, reply: PartialReply) -> None:
@@ -180,7 +176,7 @@ class ChatLoop:
                         if too_many:  # now it is known that it helps to forget them
                             self._conversation.drop(too_many)
                             gone = f"its oldest part ({too_many} of yours) is gone"
-                            self._note(f"the conversation no longer fits: {gone}")
+                            self._screen.note(f"the conversation no longer fits: {gone}")
                             too_many = 0
                         match event:
                             case TextDelta(piece):
@@ -203,17 +199,17 @@ class ChatLoop:
                 if isinstance(engine, RemoteEngine):
                     await engine.refresh()  # an answer that was stopped has told nothing
                 stats, n_ctx = engine.stats(), engine.config.n_ctx
-            self._note(*stats_lines(self._conversation.last, stats, n_ctx))
+            self._screen.note(*stats_lines(self._conversation.last, stats, n_ctx))
 
     async def _switch(self, nursery: trio.Nursery, old: _Opened, name: str) -> _Opened:
         """The engine of another model; the old one without a name, or if Ctrl-C stops the load."""
         new = old
         if name:
             with self._interruptible():
-                new = await self._open(nursery, name)
+                new = await nursery.start(self._host, name)
             if new is not old:
                 old.close.set()
-        self._note(_title(new))
+        self._screen.note(_title(new))
         return new
 
     def _save(self, file: str, overwrite: bool) -> None:
@@ -224,29 +220,27 @@ class ChatLoop:
             with path.open("w" if overwrite else "x", encoding="utf-8") as target:
                 target.write(text)
         except FileExistsError:
-            self._note(f"{file} exists: /save! overwrites it")
+            self._screen.note(f"{file} exists: /save! overwrites it")
         except (OSError, ValueError, RuntimeError) as error:  # the last: nobody's home
-            self._note(one_line(error))
+            self._screen.note(one_line(error))
         else:
-            self._note(f"saved to {path}")
+            self._screen.note(f"saved to {path}")
 
     def _command(self, name: str, argument: str) -> None:
         match name:
             case "reset":
                 self._conversation.drop(len(self._conversation))
-                self._note("forgotten")
+                self._screen.note("forgotten")
             case "system":
                 if argument:
                     self._conversation.set_system(None if argument == "-" else argument)
-                self._note(self._conversation.system or "no system message")
+                self._screen.note(self._conversation.system or "no system message")
             case "help":
-                self._note(*(f"{usage:16} {what}" for usage, what in COMMANDS.values()), *TYPING)
+                self._screen.note(
+                    *(f"{usage:16} {what}" for usage, what in COMMANDS.values()), *TYPING
+                )
             case _:
-                self._note(f"unknown command /{name}: /help lists them, // says a slash")
-
-    def _note(self, *lines: str) -> None:
-        for line in lines:
-            self._screen.note(line)
+                self._screen.note(f"unknown command /{name}: /help lists them, // says a slash")
 
 
 def _title(opened: _Opened) -> str:

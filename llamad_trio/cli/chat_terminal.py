@@ -193,17 +193,16 @@ class Screen:
         self._unfinished: tuple[TextIO, bool] | None = None
 
     def answer(self, text: str) -> None:
-        """More of an answer."""
         self._write(self._answers, text, dim=False)
 
     def reasoning(self, text: str) -> None:
-        """More of what the model thinks."""
         self._write(self._asides, text, dim=True)
 
-    def note(self, line: str) -> None:
-        """A line of the program's own."""
+    def note(self, *lines: str) -> None:
+        """Lines of the program's own."""
         self.end_line()
-        self._write(self._asides, f"{line}\n", dim=True)
+        for line in lines:
+            self._write(self._asides, f"{line}\n", dim=True)
 
     def end_line(self) -> None:
         """What comes next begins a line."""

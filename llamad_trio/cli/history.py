@@ -78,12 +78,10 @@ class Conversation:
         self.set_system(system)
 
     def __len__(self) -> int:
-        """Number of exchanges."""
         return len(self._exchanges)
 
     @property
     def history(self) -> tuple[Message, ...]:
-        """The turns, oldest first."""
         return tuple(message for exchange in self._exchanges for message in exchange)
 
     def set_system(self, text: str | None) -> None:
@@ -107,7 +105,6 @@ class Conversation:
             self._exchanges.append((Message("user", text), answer))
 
     def drop(self, n: int) -> None:
-        """Forget the `n` oldest exchanges."""
         del self._exchanges[:n]
 
     def text_as(self, suffix: str) -> str:
@@ -156,7 +153,6 @@ def visible(text: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says."""
     return f"error: {flat(str(error)) or type(error).__name__}"
 
 

@@ -67,7 +67,6 @@ def _add_options(command: CommandT, options: tuple[Callable[[Any], Any], ...]) -
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -97,5 +96,4 @@ def print_json(value: object) -> None:
 
 
 def flat(text: str) -> str:
-    """The text on one line."""
     return " ".join(text.split())

@@ -130,7 +130,6 @@ def view(previous: DaemonStats | None, current: DaemonStats, seconds: float) -> 
 
 
 def _named(name: str, what: str) -> Text:
-    """A model's name, and what there is to say of it."""
     from rich.text import Text
 
     return Text.assemble((_printable(name), "bold"), "  ", _printable(what))

@@ -123,7 +123,6 @@ class Context:
         self._abort_flag[0] = b"\x01"
 
     def clear_abort(self) -> None:
-        """Let steps run again."""
         self._abort_flag[0] = b"\x00"
 
     def use_threads(self, n_threads: int) -> None:
@@ -146,7 +145,6 @@ class Context:
         return int(lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
 
     def clear(self) -> None:
-        """Empty the pool."""
         lib.llama_memory_clear(self._memory, False)
 
     def trim_or_clear(self, seq: int, keep: int) -> bool:
@@ -246,7 +244,6 @@ class Batch:
         self.n_outputs = 0
 
     def clear(self) -> None:
-        """Start a new batch."""
         self._batch.n_tokens = 0
         self.n_outputs = 0
 

@@ -121,25 +121,19 @@ _COMPUTE = re.compile(r"^.*(?:compute|output) buffer size = +([\d.]+) MiB", re.M
 
 
 def _sizes(pattern: re.Pattern[str], said: str) -> list[int]:
-    """The sizes in a log, in bytes."""
     return [round(float(size) * MIB) for size in pattern.findall(said)]
 
 
-class _Ear(threading.local):
-    """What is heard on a thread that listens."""
-
-    heard: list[bytes] | None = None
-
-
-_ear = _Ear()
+_heard: dict[int, list[bytes]] = {}  # by the thread that listens
 _one_at_a_time = threading.Lock()
 _log_before = lib.llama_log_callback()
 
 
 @lib.llama_log_callback
 def _on_log(level: int, text: bytes, user_data: object) -> None:
-    if _ear.heard is not None:
-        _ear.heard.append(text)
+    heard = _heard.get(threading.get_ident())
+    if heard is not None:
+        heard.append(text)
     _log_before(level, text, user_data)
 
 
@@ -150,11 +144,11 @@ def _listen_to_log() -> Iterator[list[bytes]]:
         user_data = ctypes.c_void_p()
         lib.llama_log_get(ctypes.byref(_log_before), ctypes.byref(user_data))
         lib.llama_log_set(_on_log, user_data)
-        _ear.heard = []
+        heard = _heard[threading.get_ident()] = []
         try:
-            yield _ear.heard
+            yield heard
         finally:
-            _ear.heard = None
+            _heard.clear()
             lib.llama_log_set(_log_before, user_data)
 
 
@@ -168,7 +162,6 @@ def _other_files(path: Path, n_files: int) -> list[Path]:
 
 
 def _weights_bytes(files: Sequence[gguf.Layout], *, uses_mmap: bool) -> int:
-    """What the tensors of a model will take."""
     names = {tensor.name for file in files for tensor in file.tensors}
     total = 0
     for file in files:

@@ -40,7 +40,6 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Its size."""
         return self.end_bytes - self.start_bytes
 
 

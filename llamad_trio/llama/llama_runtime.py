@@ -19,12 +19,7 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.llama import backend
 from llamad_trio.llama.context import open_context
-from llamad_trio.llama.model import (
-    LlamaModel,
-    LlamaVocabulary,
-    load_model,
-    uses_extra_buffers,
-)
+from llamad_trio.llama.model import LlamaModel, LlamaVocabulary, load_model
 from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
 from llamad_trio.scheduling.identity import KVIdentity
 from llamad_trio.scheduling.plan import (
@@ -112,7 +107,7 @@ class LlamaRuntime:
                 ("flash_attn", str(config.flash_attn)),
                 ("rope_freq_base", repr(config.rope_freq_base)),
                 ("rope_freq_scale", repr(config.rope_freq_scale)),
-                ("use_extra_bufts", str(uses_extra_buffers(config))),
+                ("use_extra_bufts", str(config.use_extra_bufts is not False)),
             ),
             adds_bos=bool(lib.llama_vocab_get_add_bos(model.vocab)),
         )

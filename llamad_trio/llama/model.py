@@ -73,7 +73,6 @@ class LlamaModel:
 
     @cached_property
     def description(self) -> str:
-        """llama.cpp's one-line description, such as `llama 135M Q4_1`."""
         buffer = ctypes.create_string_buffer(256)
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode(errors="replace")
@@ -86,7 +85,6 @@ class LlamaModel:
 
     @property
     def n_ctx_train(self) -> int:
-        """Context the model was trained for, in tokens."""
         return int(lib.llama_model_n_ctx_train(self.pointer))
 
     @property
@@ -232,7 +230,6 @@ class LlamaVocabulary:
         return [t for t in range(model.n_vocab) if lib.llama_vocab_is_eog(model.vocab, t)]
 
     def control_token(self, text: str) -> int | None:
-        """The control token that is written so, if one is."""
         return self._control_tokens.get(text)
 
 
@@ -278,13 +275,8 @@ def model_params(config: EngineConfig) -> lib.llama_model_params:
     """What decides where the tensors of a model go, with weights or without."""
     params = lib.llama_model_default_params()
     params.n_gpu_layers = config.n_gpu_layers
-    params.use_extra_bufts = uses_extra_buffers(config)
+    params.use_extra_bufts = config.use_extra_bufts is not False  # as by llama.cpp's own default
     return params
-
-
-def uses_extra_buffers(config: EngineConfig) -> bool:
-    """Whether weights may be arranged for special kernels, which llama.cpp does by default."""
-    return config.use_extra_bufts is not False
 
 
 def read_model(path: Path, params: lib.llama_model_params) -> LlamaModel:

@@ -18,12 +18,17 @@ from llamad_trio.llama.llama_runtime import LlamaRuntime
 
 
 @attrs.frozen
-class RawSpeed:
+class Speed:
     """Seconds for the whole prompts, and for the steps after them."""
 
     prefill_s: float
     decode_s: float
     n_decoded: int
+
+    @property
+    def decode_tps(self) -> float:
+        """Tokens a second after the prompts."""
+        return self.n_decoded / self.decode_s
 
 
 class RawLoop:
@@ -35,7 +40,7 @@ class RawLoop:
         self._context = Context(runtime.model, config, config.n_slots)
         self._aborted = False
 
-    def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+    def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> Speed:
         """Prefill each prompt, then decode all of them together for `n_tokens` steps.
 
         Blocks.  Only on the thread that computes for the model.
@@ -57,7 +62,7 @@ class RawLoop:
             for token in newest:
                 self._model.piece(token)
         end = time.perf_counter()
-        return RawSpeed(prefilled - start, end - prefilled, n_tokens * len(prompts))
+        return Speed(prefilled - start, end - prefilled, n_tokens * len(prompts))
 
     def request_abort(self) -> None:
         """End `run` at the next graph node, and all later ones at once.  From any thread.
@@ -69,7 +74,6 @@ class RawLoop:
         self._context.request_abort()
 
     def close(self) -> None:
-        """Free the context."""
         self._context.close()
 
     def _prefill(self, seq: int, prompt: Sequence[int]) -> int:

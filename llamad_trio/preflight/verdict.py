@@ -72,7 +72,6 @@ class Verdict:
         return False if use_extra_bufts is not True and self.plain.is_good else None
 
     def as_text(self) -> str:
-        """As JSON, for `from_text`."""
         return json.dumps(attrs.asdict(self))
 
     @classmethod
@@ -130,7 +129,6 @@ def _attempt(outcome: dict[str, Any]) -> Attempt:
 
 
 def _end(status: int | None, last_words: str) -> Attempt | None:
-    """How it ended, if not well."""
     if status == 0:
         return None
     if status is None:

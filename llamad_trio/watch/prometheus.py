@@ -108,7 +108,6 @@ class EngineMetrics:
         await follow(source, self.count, task_status=task_status)
 
     def count(self, event: EngineEvent) -> None:
-        """Count one event."""
         engine = event.engine
         match event:
             case RequestStarted():
@@ -180,8 +179,6 @@ class _Counted(CollectorRegistry):
 
 
 class _StatsCollector(Collector):
-    """Statistics as metrics."""
-
     def __init__(self, stats: StatsByEngine) -> None:
         self._stats = stats
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llamad_trio.core.errors import InferenceError
-from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
+from llamad_trio.llama.raw_loop import RawLoop, Speed
 from tests.cli.conftest import Ended
 from tests.models import TinyModels
 
@@ -125,7 +125,7 @@ def test_ctrl_c_stops_a_plain_loop_of_bench(
     whole_run = RawLoop.run
     endings: list[str] = []
 
-    def interrupted(self: RawLoop, prompts: Sequence[Sequence[int]], n_tokens: int) -> RawSpeed:
+    def interrupted(self: RawLoop, prompts: Sequence[Sequence[int]], n_tokens: int) -> Speed:
         signal.raise_signal(signal.SIGINT)
         try:
             speed = whole_run(self, prompts, n_tokens)
