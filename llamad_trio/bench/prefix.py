@@ -22,13 +22,10 @@ _SUFFIX_TOKENS = 20
 
 @attrs.frozen(kw_only=True)
 class PrefixRow:
-    """One way for a prefix to be there.
+    """One way for a prefix to be there, and the median seconds to the first token.
 
-    Attributes:
-        case: which.
-        ttft_s: median seconds to the first token.
-        ratio: median of it against the cold prompt measured just before.
-        cached_tokens: prompt tokens that were reused, in the last measurement.
+    `ratio` is the median of it against the cold prompt measured just before, and `cached_tokens`
+    what was reused of the prompt in the last measurement.
     """
 
     case: str
@@ -48,9 +45,6 @@ class PrefixReport:
     rows: tuple[PrefixRow, ...]
 
 
-PromptMaker = Callable[[int, int], list[int]]
-"""Makes the prompt of a round, which has its own prefix, with one of its suffixes."""
-
 Pair = tuple[Completion, Completion]
 """What came of a cold prompt, and of one whose prefix was there."""
 
@@ -66,20 +60,12 @@ async def run_prefix_bench(
     """Measure the time to the first token of a prompt with a long prefix.
 
     Cold; again in the place it was in; beside a request that is still generating from it;
-    with another suffix; brought back from RAM; and after a restart, from disk.
+    with another suffix; brought back from RAM; and after a restart, from disk.  The medians of so
+    many `rounds` are reported; `on_progress` is told what is being measured.  The overrides are
+    `EngineConfig` fields.
 
-    Args:
-        model: a GGUF file or a known model.
-        prefix_tokens: length of the prefix.
-        rounds: measurements of each; their median is reported.
-        on_progress: told what is being measured.
-        overrides: `EngineConfig` fields.
-
-    A checkpoint; cancelled, it leaves nothing behind.  Snapshots go to a temporary
-    directory.
-
-    Raises:
-        ModelLoadError: as `open_engine` does.
+    A checkpoint; cancelled, it leaves nothing behind.  Snapshots go to a temporary directory.
+    Raises `ModelLoadError` as `open_engine` does.
     """
     whole = prefix_tokens + _SUFFIX_TOKENS
     base = EngineConfig.merge(None, {"n_ctx": 2 * whole + 512, "kv_cache": True, **overrides})
@@ -94,7 +80,8 @@ async def run_prefix_bench(
 
         for i in range(rounds):
             on_progress(f"in the pool, round {i + 1} of {rounds}")
-            for case, pair in (await _measure_warm(eng, prompt, i)).items():
+            warm = await _measure_warm(eng, prompt(i, 1), prompt(i, 2))
+            for case, pair in warm.items():
                 measured[case].append(pair)
     async with open_engine(model, small) as eng:
         for i in range(rounds):
@@ -120,10 +107,10 @@ async def _measure(eng: Engine, prompt: list[int]) -> Completion:
     return await eng.complete(Request(prompt, temperature=0, max_tokens=1))
 
 
-async def _measure_warm(eng: Engine, prompt: PromptMaker, round_: int) -> dict[str, Pair]:
-    same = prompt(round_, 1)
+async def _measure_warm(eng: Engine, same: list[int], other: list[int]) -> dict[str, Pair]:
+    """A prompt, and another with its prefix."""
     cold, again = await _measure(eng, same), await _measure(eng, same)
-    changed = await _measure(eng, prompt(round_, 2))
+    changed = await _measure(eng, other)
     async with eng.stream(Request(same, temperature=0, max_tokens=400)) as pieces:
         await pieces.receive()  # from here on, another request generates from the same prefix
         beside = await _measure(eng, same)

@@ -34,11 +34,9 @@ class BenchRow:
     """Medians at one number of concurrent requests; the ratios are medians of pairs.
 
     Attributes:
-        concurrency: requests at once.
         decode_tps, raw_decode_tps: generated tokens per second, all requests together.
-        decode_ratio: the engine's against the plain loop's.
         prefill_tps, raw_prefill_tps: prompt tokens per second until the last first token.
-        prefill_ratio: likewise.
+        decode_ratio, prefill_ratio: the engine's against the plain loop's.
         ttft_s, raw_ttft_s: seconds until every request has its first token.
     """
 
@@ -76,16 +74,10 @@ async def run_bench(
     on_progress: Callable[[str], object] = lambda _: None,
     **overrides: object,
 ) -> BenchReport:
-    """Measure an engine and a plain loop in turns.
+    """Measure an engine and a plain loop in turns, for each number of requests at once.
 
-    Args:
-        model: a GGUF file or a known model.
-        concurrency: numbers of requests at once to measure.
-        prompt_tokens: length of each prompt.
-        n_tokens: tokens to generate per request.
-        pairs: measurements of each; their median is reported.
-        on_progress: told what is being measured.
-        overrides: `EngineConfig` fields.
+    Every request generates `n_tokens`.  The medians of so many `pairs` of measurements are
+    reported; `on_progress` is told what is being measured.  The overrides are `EngineConfig` fields.
 
     A checkpoint; cancelled, it leaves nothing behind.
 

@@ -83,10 +83,8 @@ class ChatLoop:
         """Open `model`, talk until the reader ends, and return the exit status.
 
         SIGINT stops what is under way, or ends the chat where lines do not come from a
-        terminal; SIGTERM ends it.  A checkpoint.  Cancelled, it closes the engine.
-
-        Raises:
-            LlamadError, OSError: the model cannot be opened, or the screen is gone.
+        terminal; SIGTERM ends it.  Raises `LlamadError` or `OSError` if the model cannot be
+        opened, or the screen is gone.  A checkpoint.  Cancelled, it closes the engine.
         """
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with open_plain_nursery() as nursery:

@@ -19,15 +19,10 @@ import llama_cpp.llama_cpp as lib
 
 logger: logging.Logger = logging.getLogger("llamad_trio.llama_cpp")
 
-# ggml.h: enum ggml_log_level.  llama.cpp tells the story of a load at INFO, in hundreds
-# of lines, which is DEBUG to the application around it.
-_DEBUG, _INFO, _WARN, _ERROR, _CONT = 1, 2, 3, 4, 5
-_LEVELS = {
-    _DEBUG: logging.DEBUG,
-    _INFO: logging.DEBUG,
-    _WARN: logging.WARNING,
-    _ERROR: logging.ERROR,
-}
+# ggml.h: enum ggml_log_level, which begins with DEBUG and INFO.  llama.cpp tells the story of a
+# load at INFO, in hundreds of lines, which is DEBUG to the application around it.
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+_CONT = 5
 
 # What llama.cpp reports of an abort, which here is how a request is cancelled.
 _EXPECTED = (

@@ -149,9 +149,8 @@ class LlamaRuntime:
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step.  Blocks for as long as it computes.
 
-        Raises:
-            SessionFatal: after a failure the pool could not be brought back to what the
-                plan started from.
+        Raises `SessionFatal` if after a failure the pool could not be brought back to what the
+        plan started from.
         """
         start = time.perf_counter()
         for request_id in plan.old_samplers:

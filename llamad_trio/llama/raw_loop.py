@@ -43,10 +43,8 @@ class RawLoop:
     def run(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> Speed:
         """Prefill each prompt, then decode all of them together for `n_tokens` steps.
 
-        Blocks.  Only on the thread that computes for the model.
-
-        Raises:
-            InferenceError: llama.cpp could not compute a batch, or was told to abort.
+        Blocks.  Only on the thread that computes for the model.  Raises `InferenceError` if
+        llama.cpp could not compute a batch, or was told to abort.
         """
         context, batch = self._context, self._context.batch
         context.clear()

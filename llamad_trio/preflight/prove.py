@@ -46,9 +46,7 @@ _told: set[str] = set()
 async def proven_config(config: EngineConfig, model: str | PathLike[str]) -> EngineConfig:
     """The config with `use_extra_bufts` as it works on this machine.
 
-    Args:
-        config: as the caller gave it; with `preflight=False` it comes back as it is.
-        model: what is to be loaded, for the error.
+    With `preflight=False` it comes back as it is.  The model is only for the error.
 
     A checkpoint.  Cancelled, it leaves no process behind.
 

@@ -42,9 +42,7 @@ class Verdict:
     Attributes:
         plain: with plain buffers for the weights.
         extra: with those of special kernels (AMX, repacked).
-        system_info: what llama.cpp was compiled for, if it could say.
-        version: llama.cpp's, if it could say.
-        devices: what it can compute on.
+        system_info, version: llama.cpp's, if it could say.
         speeds: tokens a second by the number of threads, if they were measured.
         trouble: why the process could not try at all; nothing is known then.
     """
