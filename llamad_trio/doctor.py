@@ -33,7 +33,7 @@ from llamad_trio.preflight.prove import (
 )
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
-from llamad_trio.system.cores import cpu_quota, physical_cores
+from llamad_trio.system.host import cpu_quota, physical_cores
 
 __all__ = ["MachineReport", "examine_machine"]
 

@@ -18,7 +18,7 @@ from llamad_trio.core.config import ConfigFields, EngineConfig
 from llamad_trio.core.memory_estimate import MemoryEstimate, check_budget
 from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.preflight.prove import proven_config
-from llamad_trio.system.cores import physical_cores
+from llamad_trio.system.host import physical_cores
 
 __all__ = [
     "MemoryEstimate",

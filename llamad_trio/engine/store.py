@@ -31,7 +31,7 @@ from llamad_trio.scheduling.snapshot_file import (
     unpack_tokens,
 )
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
-from llamad_trio.system.user_cache import replace_file
+from llamad_trio.system.host import replace_file
 
 logger = logging.getLogger("llamad_trio")
 

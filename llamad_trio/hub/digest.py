@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llamad_trio.core.errors import ModelLoadError
 from llamad_trio.hub.manifest import models_dir
-from llamad_trio.system.user_cache import replace_text
+from llamad_trio.system.host import replace_text
 
 CHUNK_BYTES = 4 << 20
 MAX_ENTRIES = 1000

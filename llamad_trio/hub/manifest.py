@@ -22,7 +22,7 @@ from cattrs.v import format_exception
 
 from llamad_trio.core.errors import LlamadError, ModelLoadError
 from llamad_trio.core.fields import unknown_names
-from llamad_trio.system.user_cache import user_cache
+from llamad_trio.system.host import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -43,7 +43,7 @@ from llamad_trio.hub.manifest import (
     models_dir,
     receipt_path,
 )
-from llamad_trio.system.user_cache import replace_file
+from llamad_trio.system.host import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

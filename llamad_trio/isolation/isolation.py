@@ -39,8 +39,8 @@ from llamad_trio.isolation.relay import EventRelay
 from llamad_trio.preflight.prove import proven_config
 from llamad_trio.remote.remote import RemoteEngine, stats_of
 from llamad_trio.remote.reply import RemoteEvents, RemoteReply
+from llamad_trio.system.host import python_command, python_environment
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
-from llamad_trio.system.python_process import python_command, python_environment
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 from llamad_trio.wire.converter import unstructure
 

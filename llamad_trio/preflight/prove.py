@@ -24,7 +24,7 @@ from llamad_trio.preflight import store
 from llamad_trio.preflight.advice import CppCompiler, advice_on
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
-from llamad_trio.system.cores import physical_cores
+from llamad_trio.system.host import physical_cores
 
 logger: logging.Logger = logging.getLogger("llamad_trio.preflight")
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llamad_trio.preflight.verdict import Verdict
-from llamad_trio.system.user_cache import replace_text, user_cache
+from llamad_trio.system.host import replace_text, user_cache
 
 CPUINFO = Path("/proc/cpuinfo")
 CPUINFO_BYTES = 16 * 1024

@@ -14,8 +14,8 @@ from typing import Any
 import trio
 
 from llamad_trio.preflight.verdict import Verdict, judge
+from llamad_trio.system.host import has_interpreter, python_command, python_environment
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
-from llamad_trio.system.python_process import has_interpreter, python_command, python_environment
 
 DEADLINE_S, GPU_DEADLINE_S = 30.0, 120.0
 """A hundred times what it takes on an idle machine; a GPU's kernels may have to be compiled."""

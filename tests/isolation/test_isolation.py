@@ -37,7 +37,7 @@ from llamad_trio.core.engine_events import (
     StepDone,
 )
 from llamad_trio.isolation import handover as handover_module, isolation as isolation_module
-from llamad_trio.system.cores import physical_cores
+from llamad_trio.system.host import physical_cores
 from tests.isolation.conftest import ROOT, children, exists, n_fds
 from tests.support import ENDLESS, EXACT, ONE_THREAD, must_not_run, until
 from tests.watch.support import Watcher

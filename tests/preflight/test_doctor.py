@@ -13,7 +13,7 @@ import llamad_trio.doctor
 from llamad_trio.daemon.config import DEFAULT_SOCKET
 from llamad_trio.preflight import store
 from llamad_trio.preflight.advice import available_sets
-from llamad_trio.system.cores import physical_cores
+from llamad_trio.system.host import physical_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llamad_trio.system.cores import physical_cores
+from llamad_trio.system.host import physical_cores
 
 
 class Machine:
