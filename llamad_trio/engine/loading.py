@@ -20,8 +20,7 @@ from llamad_trio.core.errors import (
     UnsupportedFeature,
 )
 from llamad_trio.core.lane_like import LaneLike
-from llamad_trio.hub.digest import file_sha256
-from llamad_trio.hub.manifest import resolve_model
+from llamad_trio.hub.manifest import file_sha256, resolve_model
 from llamad_trio.scheduling.runtime import ModelFacts
 from llamad_trio.system.host import physical_cores
 from llamad_trio.system.nursery import ends_in_order, run_uninterrupted

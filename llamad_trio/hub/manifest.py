@@ -1,18 +1,19 @@
-"""The models known by name, and where they lie.  Reads the manifest and the disk; fetches nothing.
+"""The models known by name, where they lie, and what is in a file, by its SHA-256.
 
-`llamad_trio.hub.pull` fetches what is declared here.
+Reads the manifest and the disk; `llamad_trio.hub.pull` fetches what is declared here.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import json
 import os
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import attrs
 import cattrs
@@ -22,13 +23,14 @@ from cattrs.v import format_exception
 
 from llamad_trio.core.errors import LlamadError, ModelLoadError
 from llamad_trio.core.fields import unknown_names
-from llamad_trio.system.host import user_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from llamad_trio.system.host import replace_text, user_cache
 
 DEFAULT_MODEL = "smollm2-135m"
 """The model the command line uses when none is named."""
+
+CHUNK_BYTES = 4 << 20
+MAX_DIGESTS = 1000
+"""Files remembered; beyond that the memory starts anew."""
 
 _SHA256 = r"[0-9a-f]{64}"
 _PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -66,9 +68,7 @@ class PypiSource:
     packages: tuple[str, ...] = attrs.field(
         validator=[
             validators.min_len(1),
-            validators.deep_iterable(
-                validators.matches_re(rf"{_PLAIN_NAME}=={_PLAIN_NAME}"),
-            ),
+            validators.deep_iterable(validators.matches_re(rf"{_PLAIN_NAME}=={_PLAIN_NAME}")),
         ]
     )
     member: str
@@ -129,17 +129,18 @@ class _Manifest:
             raise ValueError("two models have the same name")
 
 
-def _make_converter() -> cattrs.Converter:
-    kinds: dict[type, str] = {PypiSource: "pypi", HubSource: "hub"}
-    made = cattrs.Converter(forbid_extra_keys=True)
-    configure_tagged_union(
-        PypiSource | HubSource, made, tag_name="kind", tag_generator=lambda cls: kinds[cls]
-    )
-    return made
-
-
-converter = _make_converter()
+converter = cattrs.Converter(forbid_extra_keys=True)
 """Converts the classes of this module from and to plain data; unknown keys are refused."""
+
+configure_tagged_union(
+    PypiSource | HubSource,
+    converter,
+    tag_name="kind",
+    tag_generator=lambda kind: "pypi" if kind is PypiSource else "hub",
+)
+
+
+# -- the manifest -------------------------------------------------------------------------------
 
 
 def _manifest_path() -> Path:
@@ -180,6 +181,22 @@ def _describe(error: BaseException, kind: type | None) -> str:
     return format_exception(error, kind)
 
 
+def known_model(name: str) -> KnownModel:
+    """The manifest's model of that name.
+
+    Raises `ModelLoadError`, with the names that come near, when there is none.
+    """
+    models = load_manifest()
+    if name in models:
+        return models[name]
+    near = difflib.get_close_matches(name.lower(), models, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(models)}"
+    raise ModelLoadError(name, f"no known model has this name: {hint}")
+
+
+# -- the files ----------------------------------------------------------------------------------
+
+
 def models_dir() -> Path:
     """The directory pulled models lie in; it may not exist yet.
 
@@ -193,19 +210,6 @@ def models_dir() -> Path:
     if cache is None:
         raise ModelLoadError("models", "there is no home to keep them in: set LLAMAD_MODELS_DIR")
     return cache / "models"
-
-
-def known_model(name: str) -> KnownModel:
-    """The manifest's model of that name.
-
-    Raises `ModelLoadError`, with the names that come near, when there is none.
-    """
-    models = load_manifest()
-    if name in models:
-        return models[name]
-    near = difflib.get_close_matches(name.lower(), models, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(models)}"
-    raise ModelLoadError(name, f"no known model has this name: {hint}")
 
 
 def receipt_path(model: KnownModel) -> Path:
@@ -253,3 +257,47 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     if path is None:
         raise ModelLoadError(model, f"not pulled yet: run `python -m llamad_trio pull {model}`")
     return path
+
+
+def file_sha256(path: Path, *, between_chunks: Callable[[], object] = lambda: None) -> str:
+    """SHA-256 (hex) of a file, remembered by its path, size and time of change.
+
+    What `between_chunks` raises, after every few megabytes, ends the reading.  The memory is a
+    file in the models' directory; where that cannot be written, each process reads the file again.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    stat = path.stat()
+    key = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    known = _remembered_digests()
+    if key in known:
+        return known[key]
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            between_chunks()
+    _remember_digest(key, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _remembered_digests() -> dict[str, str]:
+    try:
+        known = json.loads((models_dir() / "digests.json").read_text())
+    except (ModelLoadError, OSError, ValueError):  # the first: a user without a home
+        return {}
+    if not isinstance(known, dict):
+        return {}
+    return {k: v for k, v in known.items() if isinstance(v, str)}
+
+
+def _remember_digest(key: str, digest: str) -> None:
+    known = {**_remembered_digests(), key: digest}
+    if len(known) > MAX_DIGESTS:
+        known = {key: digest}
+    try:
+        models_dir().mkdir(parents=True, exist_ok=True)
+        replace_text(models_dir() / "digests.json", json.dumps(known))
+    except (ModelLoadError, OSError):
+        return  # only a convenience: the next process reads the model again

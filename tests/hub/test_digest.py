@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamad_trio.hub.digest import CHUNK_BYTES, file_sha256
+from llamad_trio.hub.manifest import CHUNK_BYTES, file_sha256
 
 
 @pytest.fixture
