@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
-from math import inf
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import attrs
@@ -23,13 +23,17 @@ from llamad_trio.engine.assembly import open_named_engine
 from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.engine.stream import EventStream, ReplySource, TokenStream
 from llamad_trio.isolation.isolation import open_isolated_engine
-from llamad_trio.supervision.budget import Budget
+from llamad_trio.memory import check_budget, estimate_memory, total_memory
 from llamad_trio.supervision.supervisor import ModelState, Supervisor
 from llamad_trio.system.nursery import ends_in_order, new_scope, open_plain_nursery
 from llamad_trio.watch import refresh_if_possible
 from llamad_trio.watch.broadcast import Broadcast, EventReader
 
 T = TypeVar("T")
+
+AUTO_SHARE = 0.8
+"""How much of the memory models may take by themselves: the rest is for the program, and for what
+the estimate does not see."""
 
 OpenModel = Callable[[str, EngineSpec, Broadcast], AbstractAsyncContextManager[EngineLike]]
 """Opens the engine of a model, which tells what happens to it under the model's name."""
@@ -87,12 +91,12 @@ async def open_models(
         async with open_plain_nursery() as nursery:
             policy = restart or RestartPolicy()
             models = Models(nursery, default, policy, budget, opener, broadcast)
-            models.start(specs)
+            models._models = {name: models._supervise(name, spec) for name, spec in specs.items()}
             await trio.lowlevel.checkpoint()
             try:
                 yield models
             finally:
-                models.close()
+                models._is_closed = True
 
 
 def _check_specs(specs: object) -> dict[str, EngineSpec]:
@@ -107,6 +111,43 @@ def _check(name: object, spec: object) -> None:
     text(name, "the name of a model")
     if not isinstance(spec, EngineSpec):
         raise ProtocolError(f"model {name!r} must be an EngineSpec, not {type(spec).__name__}")
+
+
+class Budget:
+    """Who holds how much of `limit` bytes; `None` is no limit.
+
+    Raises:
+        ProtocolError: the limit is something else, or negative.
+    """
+
+    def __init__(self, limit: int | Literal["auto"] | None) -> None:
+        if limit == "auto":
+            limit = int(AUTO_SHARE * total_memory())
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise ProtocolError(f'memory_budget_bytes must be bytes or "auto", not {limit!r}')
+        if limit is not None and limit < 0:
+            raise ProtocolError("memory_budget_bytes must not be negative")
+        self._limit = limit
+        self._held: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def hold(self, name: str, spec: EngineSpec) -> AsyncIterator[None]:
+        """Hold what a model needs inside the block.  A checkpoint if there is a limit.
+
+        Raises:
+            InsufficientMemory: there is not so much left.
+            ModelLoadError: the file cannot be read.
+        """
+        if self._limit is None:
+            yield
+            return
+        need = (await estimate_memory(spec.model, spec.config)).total_bytes
+        check_budget(need, self._limit, +self._held)
+        self._held[name] += need
+        try:
+            yield
+        finally:
+            self._held[name] -= need
 
 
 @attrs.define(eq=False)
@@ -315,44 +356,30 @@ class Models(Mapping[str, "Model"]):
         """What happens in all models from now on, restarts included; see `Engine.events`."""
         return self._broadcast.subscribe(max_events)
 
-    def start(self, specs: Mapping[str, EngineSpec]) -> None:
-        """Begin with these models."""
-        self._models = {name: self._supervise(name, spec) for name, spec in specs.items()}
-
-    def close(self) -> None:
-        """Take no new models."""
-        self._is_closed = True
-
     def _supervise(self, name: str, spec: EngineSpec) -> Model:
         broadcast = Broadcast(onward=self._broadcast)
-        supervisor = Supervisor(
-            name,
-            partial(self._budget.hold, name, spec.model, spec.config),
-            partial(self._opener, name, spec, broadcast),
-            self._policy,
-            inf if spec.unload_after_s is None else spec.unload_after_s,
-            broadcast,
-            loads_on_request=spec.load == "lazy",
-        )
-        if spec.load == "eager":
-            supervisor.want()
-        model = Model(supervisor, spec, broadcast)
+        reserve = partial(self._budget.hold, name, spec)
+        open_engine = partial(self._opener, name, spec, broadcast)
+        model = Model(Supervisor(name, spec, reserve, open_engine, self._policy, broadcast))
         self._nursery.start_soon(self._run, model)
         return model
 
     @ends_in_order
     async def _run(self, model: Model) -> None:
         try:
-            await model.run()
+            with model.scope:
+                await model.supervisor.run()
         except RestartsExhausted as error:
             if self._exhausted is not None:  # the block ends with that one, and with no group
                 self._exhausted.add_note(f"meanwhile: {error}")
                 return
             self._exhausted = error
             raise
+        finally:
+            model.supervisor.broadcast.close()
+            model.gone.set()
 
     def _model_for_request(self, name: str | None) -> Model:
-        """The model that a request is for."""
         return self._models[pick_model(name, self._models, self._default)]
 
     def _model_by_name(self, name: str) -> Model:
@@ -367,21 +394,11 @@ class Model(EngineLike):
     `config` and `stats` do not wait: they raise `EngineClosed` while it is not.
     """
 
-    def __init__(self, supervisor: Supervisor, spec: EngineSpec, broadcast: Broadcast) -> None:
+    def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
-        self.spec = spec
-        self._broadcast = broadcast
+        self.spec = supervisor.spec
         self.scope = new_scope()
         self.gone = trio.Event()
-
-    async def run(self) -> None:
-        """Supervise it until it is removed."""
-        try:
-            with self.scope:
-                await self.supervisor.run()
-        finally:
-            self._broadcast.close()
-            self.gone.set()
 
     @property
     def name(self) -> str:
@@ -425,7 +442,7 @@ class Model(EngineLike):
 
         Does not have it loaded.  The iteration ends when the model is removed.
         """
-        return self._broadcast.subscribe(max_events)
+        return self.supervisor.broadcast.subscribe(max_events)
 
     # -- requests: see `EngineLike` ----------------------------------------------------------
 

@@ -22,12 +22,8 @@ import attrs
 import trio
 
 from llamad_trio.core.engine_events import EngineFailed, EngineRestarted
-from llamad_trio.core.errors import (
-    EngineClosed,
-    InferenceError,
-    LlamadError,
-    RestartsExhausted,
-)
+from llamad_trio.core.engine_spec import EngineSpec
+from llamad_trio.core.errors import EngineClosed, InferenceError, LlamadError, RestartsExhausted
 from llamad_trio.core.restarts import RestartBook, RestartPolicy
 from llamad_trio.system.nursery import new_scope
 from llamad_trio.watch.broadcast import Broadcast
@@ -41,41 +37,30 @@ ModelState = Literal["unloaded", "loading", "ready", "backing off", "failed"]
 """`unloaded`: will be loaded when it is asked.  `failed`: could not be loaded; is not tried
 again before it is told to."""
 
-OpenEngine = Callable[[], AbstractAsyncContextManager["EngineLike"]]
-Reserve = Callable[[], AbstractAsyncContextManager[None]]
-
 
 @attrs.define(eq=False)
 class Supervisor:
     """One model of several.
 
-    Args:
-        name: what it is called.
-        reserve: entered before it is loaded, and left when it is given up: what it holds is
-            kept while it is opened again and again.
-        open_engine: opens its engine.
-        policy: what happens when that fails.
-        unload_after_s: how long it may be idle before it is closed; infinity never closes it.
-        broadcast: is told of failures and restarts.
-        loads_on_request: whether a request has it loaded again when that failed before;
-            otherwise only if it had been ready at some time.
+    `reserve` is entered before it is loaded, and left when it is given up: what it holds is
+    kept while the engine is opened again and again.
     """
 
     name: str
-    _reserve: Reserve
-    _open_engine: OpenEngine
+    spec: EngineSpec
+    _reserve: Callable[[], AbstractAsyncContextManager[None]]
+    _open_engine: Callable[[], AbstractAsyncContextManager[EngineLike]]
     _policy: RestartPolicy
-    _unload_after_s: float
-    _broadcast: Broadcast
-    _loads_on_request: bool = attrs.field(alias="loads_on_request", default=False, kw_only=True)
+    broadcast: Broadcast
 
     state: ModelState = attrs.field(default="unloaded", init=False)
     _book: RestartBook = attrs.field(init=False)
     _engine: EngineLike | None = attrs.field(default=None, init=False)
     _error: LlamadError | None = attrs.field(default=None, init=False)  # why it failed to load
     _end: LlamadError | None = attrs.field(default=None, init=False)  # why nobody supervises it
-    _is_wanted: bool = attrs.field(default=False, init=False)
-    _has_been_ready: bool = attrs.field(default=False, init=False)
+    _is_wanted: bool = attrs.field(init=False)
+    # Again, when that failed before: those that are lazy, or were ready at some time.
+    _loads_on_request: bool = attrs.field(init=False)
     _ended: trio.Event = attrs.field(factory=trio.Event, init=False)  # of this life, or the last
     _changed: trio.Event = attrs.field(factory=trio.Event, init=False)
     _n_uses: int = attrs.field(default=0, init=False)
@@ -86,6 +71,8 @@ class Supervisor:
 
     def __attrs_post_init__(self) -> None:
         self._book = RestartBook(self._policy, random.random)
+        self._is_wanted = self.spec.load == "eager"
+        self._loads_on_request = self.spec.load == "lazy"
         self._ended.set()
 
     # -- for those who use it ----------------------------------------------------------------
@@ -99,10 +86,8 @@ class Supervisor:
             RestartsExhausted: it was given up.
             LlamadError: it could not be loaded.
         """
-        if self._end is not None:
-            raise copy.copy(self._end)
-        if self._error is not None:
-            raise copy.copy(self._error)
+        if (reason := self._end or self._error) is not None:
+            raise copy.copy(reason)
         if self._engine is None:
             raise EngineClosed
         return self._engine
@@ -121,14 +106,14 @@ class Supervisor:
             EngineClosed: the model was removed.
             RestartsExhausted: it was given up; told to those whom that does not cancel.
         """
-        if (self._loads_on_request or self._has_been_ready) and self._ended.is_set():
+        if self._loads_on_request and self._ended.is_set():
             self._error = None
         with self._count_use():
             await self.wait_ready(want=True)
             yield self.engine
 
     async def wait_ready(self, *, want: bool) -> None:
-        """Wait until the engine is ready, and with `want` have it loaded if it is not.
+        """Wait until the engine is ready; `want` has it loaded if it is not.
 
         A checkpoint where it waits.  Raises as `in_use`.
         """
@@ -138,9 +123,8 @@ class Supervisor:
                     # What ended it may end the block of models: who is in there is cancelled
                     # now, so that the block ends with the cause and not with this.
                     await trio.lowlevel.checkpoint()
-                    raise copy.copy(self._end)
-                if self._error is not None:
-                    raise copy.copy(self._error)
+                if (reason := self._end or self._error) is not None:
+                    raise copy.copy(reason)
                 if want and not self._is_wanted:
                     self._is_wanted = True
                     self._notify()
@@ -163,10 +147,6 @@ class Supervisor:
 
     # -- the actor --------------------------------------------------------------------------
 
-    def want(self) -> None:
-        """Load it as soon as it runs."""
-        self._is_wanted = True
-
     async def run(self) -> None:
         """Supervise until cancelled.
 
@@ -174,7 +154,16 @@ class Supervisor:
             RestartsExhausted: it failed more often than its policy allows.
         """
         try:
-            await self._live_again_and_again()
+            while True:
+                while not self._is_wanted:
+                    await self._changed.wait()
+                self._ended = trio.Event()
+                with new_scope() as self._life:
+                    await self._live()
+                self._is_wanted = False
+                self._ended.set()
+                self._become("unloaded" if self._error is None else "failed")
+                logger.info("%s is closed", self.name)
         except RestartsExhausted as error:
             self._end = error
             raise
@@ -182,18 +171,6 @@ class Supervisor:
             self._end = self._end or EngineClosed()
             self._ended.set()
             self._become("unloaded")
-
-    async def _live_again_and_again(self) -> None:
-        while True:
-            while not self._is_wanted:
-                await self._changed.wait()
-            self._ended = trio.Event()
-            with new_scope() as self._life:
-                await self._live()
-            self._is_wanted = False
-            self._ended.set()
-            self._become("unloaded" if self._error is None else "failed")
-            logger.info("%s is closed", self.name)
 
     async def _live(self) -> None:
         """One life, its restarts included: until it is idle, unloaded or cannot be loaded."""
@@ -214,8 +191,9 @@ class Supervisor:
             self._become("loading")
             try:
                 async with self._open_engine() as engine:
-                    was_ready = self._has_been_ready = True
-                    self._tell_restarted(failed_at)
+                    was_ready = self._loads_on_request = True
+                    if failed_at is not None:
+                        self._tell_restarted(failed_at)
                     await self._serve(engine)
             except Exception as error:
                 self._tell_failed(error)
@@ -240,22 +218,19 @@ class Supervisor:
         self._error = error
 
     def _tell_failed(self, error: Exception) -> None:
-        if self._broadcast.has_readers:
-            # A copy: readers are not to keep the traceback alive.
-            known = (
-                copy.copy(error) if isinstance(error, LlamadError) else InferenceError(repr(error))
-            )
-            now = trio.current_time()
-            self._broadcast.publish(EngineFailed(time=now, engine=self.name, error=known))
-
-    def _tell_restarted(self, failed_at: float | None) -> None:
-        if failed_at is None or not self._broadcast.has_readers:
+        if not self.broadcast.has_readers:
             return
+        # A copy: readers are not to keep the traceback alive.
+        known = copy.copy(error) if isinstance(error, LlamadError) else InferenceError(repr(error))
         now = trio.current_time()
-        attempt = len(self._book.failures)
-        after_s = now - failed_at
-        self._broadcast.publish(
-            EngineRestarted(time=now, engine=self.name, attempt=attempt, after_s=after_s)
+        self.broadcast.publish(EngineFailed(time=now, engine=self.name, error=known))
+
+    def _tell_restarted(self, failed_at: float) -> None:
+        if not self.broadcast.has_readers:
+            return
+        now, attempt = trio.current_time(), len(self._book.failures)
+        self.broadcast.publish(
+            EngineRestarted(time=now, engine=self.name, attempt=attempt, after_s=now - failed_at)
         )
 
     async def _serve(self, engine: EngineLike) -> None:
@@ -283,8 +258,8 @@ class Supervisor:
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        idle_until = trio.current_time() + self._unload_after_s
-        self._ready.deadline = math.inf if self._n_uses else idle_until
+        most_s = math.inf if self.spec.unload_after_s is None else self.spec.unload_after_s
+        self._ready.deadline = math.inf if self._n_uses else trio.current_time() + most_s
 
     def _become(self, state: ModelState) -> None:
         self.state = state
