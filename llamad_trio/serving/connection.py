@@ -24,7 +24,7 @@ that is closed with something unread resets the connection."""
 class Connection:
     """Reads requests of and sends replies to one client.
 
-    It cancels `scope` when the client cannot be talked to any more.
+    Cancels `scope` when the client cannot be talked to any more.
     """
 
     def __init__(self, stream: trio.SocketStream, limits: Limits, scope: trio.CancelScope) -> None:
@@ -85,7 +85,15 @@ class Connection:
             line = b""
         async with self._flushing:
             self._unsent += line
-            await self._flush()
+            with new_scope() as scope:
+                try:
+                    while not self._write():
+                        scope.deadline = trio.current_time() + self._limits.stream_timeout_s
+                        await trio.lowlevel.wait_writable(self._fd)
+                except OSError:
+                    await self._leave()
+            if scope.cancelled_caught:
+                await self._leave()
 
     def send_now(self, line: bytes) -> None:
         """Send as much as can be sent without waiting: for last words."""
@@ -113,17 +121,6 @@ class Connection:
                     return
             except OSError:
                 return
-
-    async def _flush(self) -> None:
-        with new_scope() as scope:
-            try:
-                while not self._write():
-                    scope.deadline = trio.current_time() + self._limits.stream_timeout_s
-                    await trio.lowlevel.wait_writable(self._fd)
-            except OSError:
-                await self._leave()
-        if scope.cancelled_caught:
-            await self._leave()
 
     def _write(self) -> bool:
         """Write what can be written; whether that is all."""

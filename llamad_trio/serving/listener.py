@@ -38,24 +38,8 @@ from llamad_trio.serving.unix_socket import (
 )
 from llamad_trio.system.nursery import TaskStatus, new_scope, open_plain_nursery
 from llamad_trio.watch import refresh_all
-from llamad_trio.wire.calls import (
-    Call,
-    CallId,
-    Cancel,
-    Choose,
-    CountTokens,
-    Detokenize,
-    Generate,
-    GetMetrics,
-    GetStats,
-    ListModels,
-    Ping,
-    Render,
-    Score,
-    Tokenize,
-    WatchEvents,
-    decode_call,
-)
+from llamad_trio.wire import calls
+from llamad_trio.wire.calls import Call, CallId, decode_call
 from llamad_trio.wire.converter import unstructure
 from llamad_trio.wire.lines import LineTooLong, encode_line
 from llamad_trio.wire.replies import (
@@ -150,7 +134,9 @@ async def serve_listener(
             await trio.serve_listeners(server.handle, [listener], handler_nursery=clients)
         except* trio.EndOfChannel:
             with trio.move_on_after(LAST_WORDS_S):
-                await server.wait_all_answered()
+                while server.n_calls:
+                    server.answered = trio.Event()
+                    await server.answered.wait()
             clients.cancel_scope.cancel()
 
 
@@ -168,12 +154,6 @@ class _Server:
     answered: trio.Event = attrs.field(factory=trio.Event)
     started_at: float = attrs.field(factory=trio.current_time)
     decoding: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(2))
-
-    async def wait_all_answered(self) -> None:
-        """Wait until no call is under way."""
-        while self.n_calls:
-            self.answered = trio.Event()
-            await self.answered.wait()
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve a client.  Never raises: one client's trouble is its own."""
@@ -209,11 +189,9 @@ class _Server:
         return await trio.to_thread.run_sync(decode_call, line, limiter=self.decoding)
 
     def name(self, name: str | None) -> str:
-        """The model that is meant."""
         return pick_model(name, self.engines, self.default)
 
     def engine(self, name: str | None) -> EngineLike:
-        """The engine that is asked."""
         return self.engines[self.name(name)]
 
 
@@ -227,14 +205,6 @@ def _stats_if_loaded(engine: EngineLike) -> ModelStats | None:
         return ModelStats(info=engine.info, config=engine.config, stats=engine.stats())
     except LlamadError:
         return None
-
-
-def _model_entry(name: str, engine: EngineLike, default: str) -> Reply:
-    entry: Reply = {"name": name, "default": name == default, "state": _state(engine)}
-    if (known := _stats_if_loaded(engine)) is not None:
-        entry["description"] = known.info.description
-        entry |= {"n_ctx": known.config.n_ctx, "n_slots": known.config.n_slots}
-    return entry
 
 
 _UNEXPECTED = InferenceError("internal error; the daemon's log tells more")
@@ -316,7 +286,7 @@ class _Client:
 
     async def _answer_it(self, call: Call) -> None:
         head: Reply = {} if call.id is None else {"id": call.id}
-        is_original = isinstance(call, Generate) and call.is_original
+        is_original = isinstance(call, calls.Generate) and call.is_original
         call_id.set(call.id)
         with new_scope() as scope:
             try:
@@ -338,7 +308,7 @@ class _Client:
 
     @contextmanager
     def _register_call(self, call: Call, scope: trio.CancelScope) -> Iterator[None]:
-        if isinstance(call, Cancel):
+        if isinstance(call, calls.Cancel):
             yield
             return
         if self._n_calls >= MAX_CALLS:
@@ -366,15 +336,21 @@ class _Client:
             reply = await _HANDLERS[type(call)](self, call, head)
         await self._send(head | reply)
 
-    async def _ping(self, _call: Ping, _head: Reply) -> Reply:
+    async def _ping(self, _call: calls.Ping, _head: Reply) -> Reply:
         return {"pong": True}
 
-    async def _models(self, _call: ListModels, _head: Reply) -> Reply:
+    async def _models(self, _call: calls.ListModels, _head: Reply) -> Reply:
         default = self._server.name(None)
-        engines = self._server.engines.items()
-        return {"models": [_model_entry(name, engine, default) for name, engine in engines]}
+        models: list[Reply] = []
+        for name, engine in self._server.engines.items():
+            model: Reply = {"name": name, "default": name == default, "state": _state(engine)}
+            if (known := _stats_if_loaded(engine)) is not None:
+                model["description"] = known.info.description
+                model |= {"n_ctx": known.config.n_ctx, "n_slots": known.config.n_slots}
+            models.append(model)
+        return {"models": models}
 
-    async def _stats(self, _call: GetStats, _head: Reply) -> Reply:
+    async def _stats(self, _call: calls.GetStats, _head: Reply) -> Reply:
         server = self._server
         await refresh_all(server.engines.values())
         known = {name: _stats_if_loaded(engine) for name, engine in server.engines.items()}
@@ -388,18 +364,18 @@ class _Client:
             )
         )
 
-    async def _metrics(self, _call: GetMetrics, _head: Reply) -> Reply:
+    async def _metrics(self, _call: calls.GetMetrics, _head: Reply) -> Reply:
         if self._server.metrics is None:
             raise UnsupportedFeature("metrics", "this server counts none")
         return {"metrics": (await self._server.metrics.scrape()).decode()}
 
-    async def _cancel(self, call: Cancel, _head: Reply) -> Reply:
+    async def _cancel(self, call: calls.Cancel, _head: Reply) -> Reply:
         wanted = None if call.id is None else self._calls.get(call.id)
         if wanted is not None:
             wanted.cancel()
         return {"cancelled": wanted is not None}
 
-    async def _generate(self, call: Generate, head: Reply) -> Reply:
+    async def _generate(self, call: calls.Generate, head: Reply) -> Reply:
         engine = self._server.engine(call.model)
         if call.stream or call.events:
             completion = await self._stream(engine, call, head)
@@ -409,7 +385,7 @@ class _Client:
         stats = {"stats": unstructure(engine.stats())} if call.with_stats else {}
         return done | completion_reply(completion, is_original=call.is_original) | stats
 
-    async def _stream(self, engine: EngineLike, call: Generate, head: Reply) -> Completion:
+    async def _stream(self, engine: EngineLike, call: calls.Generate, head: Reply) -> Completion:
         timeout_s = self._server.limits.stream_timeout_s
         with trio.fail_after(timeout_s) as patience:
             # Whatever is generated counts as progress, also what only events tell.
@@ -424,7 +400,7 @@ class _Client:
                     patience.deadline = trio.current_time() + timeout_s
                 return await events.result()
 
-    async def _watch(self, call: WatchEvents, head: Reply) -> Reply:
+    async def _watch(self, call: calls.WatchEvents, head: Reply) -> Reply:
         async with self._server.engine(call.model).events(call.max_events) as events:
             await self._send(head | {"watching": True})
             # Times are sent by the clock that all processes of a machine share.
@@ -443,27 +419,30 @@ class _Client:
             self._connection.send_now(encode_line(head | {"error": CLOSING}))
 
 
-async def _choose(engine: EngineLike, call: Choose) -> Reply:
+async def _choose(engine: EngineLike, call: calls.Choose) -> Reply:
     return unstructure(await engine.choose(call.request, call.options))
 
 
 _QUERIES: dict[type[Call], tuple[str, Callable[[EngineLike, Any], Awaitable[object]]]] = {
-    Tokenize: ("tokens", lambda engine, call: engine.tokenize(call.text, special=call.special)),
-    Detokenize: ("text", lambda engine, call: engine.detokenize(call.tokens)),
-    Render: ("text", lambda engine, call: engine.render(call.request)),
-    CountTokens: ("count", lambda engine, call: engine.count_tokens(call.request)),
-    Score: ("scores", lambda engine, call: engine.score(call.request, call.continuations)),
-    Choose: ("choice", _choose),
+    calls.Tokenize: (
+        "tokens",
+        lambda engine, call: engine.tokenize(call.text, special=call.special),
+    ),
+    calls.Detokenize: ("text", lambda engine, call: engine.detokenize(call.tokens)),
+    calls.Render: ("text", lambda engine, call: engine.render(call.request)),
+    calls.CountTokens: ("count", lambda engine, call: engine.count_tokens(call.request)),
+    calls.Score: ("scores", lambda engine, call: engine.score(call.request, call.continuations)),
+    calls.Choose: ("choice", _choose),
 }
 """What an engine answers with one value: the key of that, and how the engine is asked."""
 
 _HANDLERS: dict[type[Call], Callable[[_Client, Any, Reply], Awaitable[Reply]]] = {
-    Generate: _Client._generate,
-    WatchEvents: _Client._watch,
-    Ping: _Client._ping,
-    ListModels: _Client._models,
-    GetStats: _Client._stats,
-    GetMetrics: _Client._metrics,
-    Cancel: _Client._cancel,
+    calls.Generate: _Client._generate,
+    calls.WatchEvents: _Client._watch,
+    calls.Ping: _Client._ping,
+    calls.ListModels: _Client._models,
+    calls.GetStats: _Client._stats,
+    calls.GetMetrics: _Client._metrics,
+    calls.Cancel: _Client._cancel,
 }
 """All other calls: each gives the last line of its reply, and sends those before it."""

@@ -16,7 +16,6 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -42,9 +41,7 @@ LOCK_TRIES = 100
 
 
 @asynccontextmanager
-async def open_listener(
-    path: str | os.PathLike[str], *, backlog: int = BACKLOG
-) -> AsyncIterator[trio.SocketListener]:
+async def open_listener(path: str | os.PathLike[str]) -> AsyncIterator[trio.SocketListener]:
     """A Unix socket at `path` that listens inside the block: `claim_path`, and at once.
 
     Entering is a checkpoint; cancelled, it leaves nothing behind.  Leaving is none, and
@@ -55,27 +52,21 @@ async def open_listener(
     """
     await trio.lowlevel.checkpoint()
     with (
-        claim_path(path, backlog=backlog) as listen,
+        claim_path(path) as listen,
         closing(trio.socket.from_stdlib_socket(listen())) as sock,
     ):
         yield trio.SocketListener(sock)
 
 
 @contextmanager
-def claim_path(
-    path: str | os.PathLike[str], *, backlog: int = BACKLOG
-) -> Iterator[Callable[[], socket.socket]]:
+def claim_path(path: str | os.PathLike[str]) -> Iterator[Callable[[], socket.socket]]:
     """Have `path` for a Unix socket inside the block, which gives a function that listens there.
 
     The socket has mode 0600 from the instant it exists, or less if the umask says so.  A
     stale socket of a dead daemon is replaced; whatever else is at `path` is left alone.  Of
     several daemons that want the path one gets it: it holds a lock on the file `path` with
     `.lock` appended.  Leaving the block closes the socket and removes both files, unless
-    somebody has replaced them.
-
-    Args:
-        path: taken as it is; `~` is not expanded, a symbolic link is not followed.
-        backlog: connections that may wait to be accepted.
+    somebody has replaced them.  In `path`, `~` is not expanded, a symbolic link not followed.
 
     Raises:
         SocketUnavailable: the path cannot be had; says why.  The function may raise it, too.
@@ -89,20 +80,19 @@ def claim_path(
             # Absolute, for the end: the working directory may be another then.
             held.callback(_remove_if_same, f"{Path(name).absolute()}.lock", os.fstat(lock))
             _remove_stale(name)
-        yield partial(_listen, name, backlog, held)
 
+        def listen() -> socket.socket:
+            with _os_errors_as(name):
+                absolute = str(Path(name).absolute())
+                _remove_stale(name)  # it may have come meanwhile
+                sock = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                _bind_privately(sock, name)
+                held.callback(_remove_if_same, absolute, os.lstat(name))
+                _pin(name, held)
+                sock.listen(BACKLOG)
+                return sock
 
-def _listen(path: str, backlog: int, held: ExitStack) -> socket.socket:
-    """Look again, bind, listen."""
-    with _os_errors_as(path):
-        absolute = str(Path(path).absolute())
-        _remove_stale(path)
-        sock = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        _bind_privately(sock, path)
-        held.callback(_remove_if_same, absolute, os.lstat(path))
-        _pin(path, held)
-        sock.listen(backlog)
-        return sock
+        yield listen
 
 
 @contextmanager
@@ -274,27 +264,22 @@ class HangupWatcher:
             raise trio.ClosedResourceError
         if self._epoll is None:
             await trio.sleep_forever()
-        with self._watch(self._epoll, fd) as hangup:
-            await hangup.wait()
-        if self._closed:
-            raise trio.ClosedResourceError
-
-    @contextmanager
-    def _watch(self, epoll: select.epoll, fd: int) -> Iterator[trio.Event]:
         try:
             # No events are asked for: EPOLLHUP and EPOLLERR are always told, data never is.
-            epoll.register(fd, select.EPOLLET)
+            self._epoll.register(fd, select.EPOLLET)
         except FileExistsError:
             raise trio.BusyResourceError("another task is waiting for this socket") from None
         # An earlier wait may still be there, for a socket that was closed under it.
         hangup = self._hangups[fd] = trio.Event()
         try:
-            yield hangup
+            await hangup.wait()
         finally:
             if self._hangups.get(fd) is hangup:
                 del self._hangups[fd]
                 with suppress(OSError, ValueError):  # the socket or the watcher is closed
-                    epoll.unregister(fd)
+                    self._epoll.unregister(fd)
+        if self._closed:
+            raise trio.ClosedResourceError
 
     async def _run(self) -> None:
         if self._epoll is None:

@@ -118,8 +118,11 @@ async def test_clients_connect_to_a_fresh_path(path: Path) -> None:
         assert await server.receive_some() == b"hello"
 
 
-async def test_as_many_as_the_backlog_says_may_wait(path: Path) -> None:
-    async with open_listener(path, backlog=2):
+async def test_as_many_as_the_backlog_says_may_wait(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix_socket, "BACKLOG", 2)
+    async with open_listener(path):
         with ExitStack() as clients, pytest.raises(BlockingIOError):
             for _ in range(10):
                 sock = clients.enter_context(socket.socket(socket.AF_UNIX))
