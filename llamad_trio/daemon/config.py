@@ -36,19 +36,12 @@ Fields = TypeVar("Fields", EngineConfig, Limits)
 
 @attrs.frozen(kw_only=True)
 class DaemonConfig:
-    """What a daemon serves, and how.
+    """What a daemon serves, and how."""
 
-    Attributes:
-        socket: absolute path to listen on.
-        default: name of the model that answers requests which name none; a key of `models`.
-        limits: what clients are allowed.
-        models: the models by name, in the file's order.
-    """
-
-    socket: str
-    default: str
+    socket: str  # absolute
+    default: str  # a key of `models`
     limits: Limits
-    models: Mapping[str, EngineSpec]
+    models: Mapping[str, EngineSpec]  # in the file's order
 
 
 def load_daemon_config(
@@ -67,12 +60,8 @@ def load_daemon_config(
     expanded.  One that is relative is taken from the folder the file is in, not from the
     folder the daemon was started in.
 
+    Where the file says nothing, engines get `base`; `None` is `EngineConfig.from_env()`.
     Blocks for as long as it takes to read the file; not for the Trio loop.
-
-    Args:
-        path: the file.
-        base: what engines get where the file says nothing; `None` is
-            `EngineConfig.from_env()`.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or holds something it may not.

@@ -75,7 +75,6 @@ class _Daemon:
     _reload_wanted: trio.Event = attrs.field(factory=trio.Event)
 
     async def obey(self, signals: AsyncIterator[int]) -> None:
-        """Do what signals say, until cancelled."""
         async for number in signals:
             if number == signal.SIGHUP:
                 self._reload_wanted.set()
@@ -85,7 +84,6 @@ class _Daemon:
                 self.scope.cancel()
 
     async def serve(self) -> None:
-        """Serve until cancelled."""
         inherited, path = self._inherited, self._config.socket
         # Whether the path can be had is known before the models load.
         with claim_path(path) if inherited is None else nullcontext(lambda: inherited) as listen:
@@ -110,15 +108,12 @@ class _Daemon:
             await nursery.start(answer, models, sock)
             logger.info("listening on %s", sock.getsockname())
             notify("READY=1")
-            await self._reload_when_told(models)
-
-    async def _reload_when_told(self, models: Models) -> None:
-        """One at a time; not before the first load, which is of the file as it was."""
-        while True:
-            await self._reload_wanted.wait()
-            self._reload_wanted = trio.Event()
-            if self._read_config is not None:
-                await self._reload(models, self._read_config)
+            # Reloads come one at a time; not before the first load, of the file as it was.
+            while True:
+                await self._reload_wanted.wait()
+                self._reload_wanted = trio.Event()
+                if self._read_config is not None:
+                    await self._reload(models, self._read_config)
 
     async def _reload(self, models: Models, read: Callable[[], DaemonConfig]) -> None:
         try:

@@ -24,10 +24,7 @@ async def serve_metrics(
 ) -> None:
     """Answer `GET /metrics`, or `GET /`, over HTTP on a Unix socket, until cancelled.
 
-    Args:
-        metrics: what to tell.
-        path: where to listen, with mode 0600; removed in the end.
-        task_status: for `nursery.start`, which returns when clients can connect.
+    The socket has mode 0600 and is removed in the end.  Clients can connect when it has started.
 
     Raises:
         SocketUnavailable: the path cannot be listened on.
@@ -41,7 +38,11 @@ async def serve_metrics(
                 try:
                     status = _status(await _head(stream))
                     body = await metrics.scrape() if status == OK else b""
-                    await stream.send_all(_response(status, body))
+                    head = (
+                        f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\n"
+                        f"Content-Length: {len(body)}\r\nAllow: GET\r\n\r\n"
+                    )
+                    await stream.send_all(head.encode() + body)
                 except trio.BrokenResourceError:
                     return  # it has gone
 
@@ -70,11 +71,3 @@ def _status(head: bytes) -> str:
             return OK if method == b"GET" else "405 Method Not Allowed"
         case _:
             return "400 Bad Request"
-
-
-def _response(status: str, body: bytes) -> bytes:
-    head = (
-        f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
-        "Allow: GET\r\n\r\n"
-    )
-    return head.encode() + body

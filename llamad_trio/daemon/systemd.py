@@ -45,7 +45,8 @@ def inherited_listener() -> socket.socket | None:
         sock = socket.socket(fileno=FIRST_FD)
     except OSError as error:
         raise SocketUnavailable("LISTEN_FDS", f"descriptor {fd}: {error.strerror}") from error
-    if not _is_unix_listener(sock):
+    is_unix_stream = sock.family == socket.AF_UNIX and sock.type == socket.SOCK_STREAM
+    if not is_unix_stream or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         sock.close()
         raise SocketUnavailable(
             "LISTEN_FDS", f"descriptor {FIRST_FD} is not a listening Unix stream socket"
@@ -53,22 +54,11 @@ def inherited_listener() -> socket.socket | None:
     return sock
 
 
-def _is_unix_listener(sock: socket.socket) -> bool:
-    return (
-        sock.family == socket.AF_UNIX
-        and sock.type == socket.SOCK_STREAM
-        and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-    )
-
-
 def notify(state: str) -> None:
     """Tell the service manager a state, such as `READY=1`, where it wants to be told.
 
     Does nothing without `NOTIFY_SOCKET`.  Never blocks and never raises: what cannot be
     told is a warning in the log.
-
-    Args:
-        state: assignments, one a line.
     """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
