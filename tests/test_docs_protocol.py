@@ -340,10 +340,7 @@ def _pattern(node: ast.expr) -> str | None:
     return None
 
 
-CLIENT_SIDE = {
-    re.escape(text).replace("…", ".+")
-    for text in ("bad logprobs", "expected …, not …", "expected a number, not …")
-}
+CLIENT_SIDE = {re.escape(text).replace("…", ".+") for text in ("bad logprobs", "expected …, not …")}
 """Said of replies."""
 
 RAISED = [

@@ -53,11 +53,9 @@ def _flag() -> Any:
 class Call:
     """What every call can have.
 
-    Args:
-        id: comes back in every line of its reply; no two calls of one connection that are
-            under way may have the same.
-        keep: whether the connection stays open for another call.
-        model: which model is asked; `None` is the default one.
+    Its `id` comes back in every line of its reply; no two calls of one connection that are under
+    way may have the same.  With `keep` the connection stays open for another call.  Without a
+    `model` the default one is asked.
     """
 
     op: ClassVar[str | None] = None
@@ -70,12 +68,8 @@ class Call:
 class Generate(Call):
     """A completion.
 
-    Args:
-        request: what to compute.
-        stream: reply with the text as it comes.
-        events: reply with all there is as it comes: text, reasoning, tool calls.
-        with_stats: tell the engine's statistics with the end of the reply.
-        is_original: whether to reply as the original llamad does.
+    `stream` replies with the text as it comes, `events` with all there is: text, reasoning, tool
+    calls.  An `is_original` one is answered as the original llamad does.
     """
 
     request: Request

@@ -22,11 +22,9 @@ T = TypeVar("T", bound=attrs.AttrsInstance)
 
 
 def structure(value: object, kind: type[T]) -> T:
-    """JSON data as an instance of a type.
+    """JSON data as an instance of an attrs class.
 
-    Args:
-        value: an object; fields that need not be given count as not given when they are null.
-        kind: an attrs class.
+    Fields that need not be given count as not given when they are null.
 
     Raises:
         ProtocolError: an unknown field, one that is missing, or one of a wrong type.
@@ -82,19 +80,13 @@ def unstructure(value: object) -> dict[str, Any]:
 # -- primitives: as they are, or not at all -----------------------------------------------
 
 
-def _strictly(kind: type, name: str) -> Callable[[object, object], object]:
-    def check(value: object, _: object) -> object:
-        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, kind):
+def _strictly(kind: type, name: str, *others: type) -> Callable[[object, object], object]:
+    def convert(value: object, _: object) -> object:
+        if isinstance(value, bool) is not (kind is bool) or not isinstance(value, (kind, *others)):
             raise ProtocolError(f"expected {name}, not {type(value).__name__}")
-        return value
+        return kind(value)
 
-    return check
-
-
-def _float(value: object, _: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ProtocolError(f"expected a number, not {type(value).__name__}")
-    return float(value)
+    return convert
 
 
 # -- classes ------------------------------------------------------------------------------
@@ -190,7 +182,7 @@ def _new_converter(*, forbid_extra_keys: bool) -> cattrs.Converter:
     made.register_structure_hook(bool, _strictly(bool, "true or false"))
     made.register_structure_hook(int, _strictly(int, "an integer"))
     made.register_structure_hook(str, _strictly(str, "text"))
-    made.register_structure_hook(float, _float)
+    made.register_structure_hook(float, _strictly(float, "a number", int))
     # Made when first needed: all of them take a tenth of a second, at each start of a process.
     made.register_structure_hook_factory(_overrides.__contains__, _reader)
     made.register_unstructure_hook_factory(_overrides.__contains__, _writer)

@@ -20,8 +20,7 @@ class LineTooLong(Exception):
 class LineBuffer:
     """Takes bytes as they come and gives whole lines.
 
-    Args:
-        max_bytes: longest line, its newline not counted; `None` is no limit.
+    None is longer than `max_bytes`, its newline not counted; `None` is no limit.
     """
 
     def __init__(self, max_bytes: int | None) -> None:

@@ -164,16 +164,12 @@ def _read_error(value: object, _: object) -> LlamadError:
     return error_from(value)
 
 
-def _write_context(context: Context | None) -> CallId | None:
-    return None if context is None else context.get(call_id)
-
-
-def _read_context(value: Context | None, _: object) -> Context | None:
-    return value
-
-
 _OVERRIDES = {
-    "context": override(rename="call", struct_hook=_read_context, unstruct_hook=_write_context),
+    "context": override(
+        rename="call",
+        struct_hook=lambda context, _: context,
+        unstruct_hook=lambda context: None if context is None else context.get(call_id),
+    ),
     "error": override(
         struct_hook=_read_error,
         unstruct_hook=lambda error: error_reply(error, is_original=False),
@@ -186,20 +182,15 @@ for _kind in _EVENTS.values():
 
 
 def engine_event_reply(event: EngineEvent, shift_s: float) -> dict[str, object]:
-    """An event as it is sent, its time shifted."""
-    return {
-        "event": {
-            "type": type(event).__name__,
-            **unstructure(event),
-            "time": event.time + shift_s,
-        }
-    }
+    """An event as it is sent, `shift_s` later."""
+    told = {"type": type(event).__name__, **unstructure(event), "time": event.time + shift_s}
+    return {"event": told}
 
 
 def engine_event_from(
     reply: dict[str, object], shift_s: float, context_of: Callable[[object], Context | None]
 ) -> EngineEvent | None:
-    """The event that a line tells of, its time shifted; `None` for a kind not known here.
+    """The event that a line tells of, `shift_s` later; `None` for a kind that is not known here.
 
     `context_of` gives the context of the task that made a call, by what is told of its id.
 
@@ -212,6 +203,5 @@ def engine_event_from(
     kind = _EVENTS.get(str(data.get("type")))
     if kind is None:
         return None
-    known = {**data, "call": context_of(data.get("call"))}
-    event: EngineEvent = structure_known(known, kind)
+    event: EngineEvent = structure_known({**data, "call": context_of(data.get("call"))}, kind)
     return attrs.evolve(event, time=event.time + shift_s)
