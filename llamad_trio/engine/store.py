@@ -30,8 +30,8 @@ from llamad_trio.scheduling.snapshot_file import (
     encode,
     unpack_tokens,
 )
-from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 from llamad_trio.system.host import replace_file
+from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 
 logger = logging.getLogger("llamad_trio")
 
