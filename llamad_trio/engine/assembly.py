@@ -27,12 +27,12 @@ from llamad_trio.engine.reporter import Reporter
 from llamad_trio.engine.store import SnapshotStore
 from llamad_trio.engine.ticket import Ticket
 from llamad_trio.preflight.prove import proven_config
+from llamad_trio.scheduling.pacing import ComputeThreads
 from llamad_trio.scheduling.plan import Prepared
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.runtime import ModelFacts, Runtime
 from llamad_trio.scheduling.scheduler import Scheduler
 from llamad_trio.scheduling.shelf import Shelf
-from llamad_trio.scheduling.threads import ComputeThreads
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 from llamad_trio.watch.broadcast import Broadcast
 

@@ -22,8 +22,7 @@ from llamad_trio.core.request import Message, Request
 from llamad_trio.engine.decode import DecodeActor
 from llamad_trio.engine.preprocess import Preprocessor, Query
 from llamad_trio.engine.ticket import Ticket, TicketSource
-from llamad_trio.scheduling.runtime import ModelFacts, Runtime
-from llamad_trio.scheduling.tokenizing import Scoring
+from llamad_trio.scheduling.runtime import ModelFacts, Runtime, Scoring
 
 T = TypeVar("T")
 

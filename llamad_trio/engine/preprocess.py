@@ -30,11 +30,9 @@ from llamad_trio.core.errors import (
 from llamad_trio.core.request import Message, Request
 from llamad_trio.engine.decode import DecodeActor
 from llamad_trio.engine.ticket import Ticket
-from llamad_trio.scheduling.plan import Prepared
+from llamad_trio.scheduling.plan import Prepared, resolve_sampling
 from llamad_trio.scheduling.prefix import common_length
-from llamad_trio.scheduling.runtime import Runtime
-from llamad_trio.scheduling.sampling import resolve_sampling
-from llamad_trio.scheduling.tokenizing import Scoring, tokens_of_prompt, without_sentinel
+from llamad_trio.scheduling.runtime import Runtime, Scoring, tokens_of_prompt, without_sentinel
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import trio
 from llamad_trio.core.completion import Choice
 from llamad_trio.core.request import Request
 from llamad_trio.engine.desk import Desk
-from llamad_trio.scheduling.tokenizing import Scoring
+from llamad_trio.scheduling.runtime import Scoring
 from llamad_trio.system.nursery import run_all
 
 _names = count(1)

@@ -21,7 +21,6 @@ from llamad_trio.llama import backend
 from llamad_trio.llama.context import open_context
 from llamad_trio.llama.model import LlamaModel, LlamaVocabulary, load_model
 from llamad_trio.llama.sampler import ConstraintFailure, Sampler, log_softmax
-from llamad_trio.scheduling.identity import KVIdentity
 from llamad_trio.scheduling.plan import (
     Copy,
     Drop,
@@ -35,6 +34,7 @@ from llamad_trio.scheduling.plan import (
     Work,
 )
 from llamad_trio.scheduling.runtime import ModelFacts
+from llamad_trio.scheduling.snapshot_file import KVIdentity
 
 
 class LlamaRuntime:

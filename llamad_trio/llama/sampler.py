@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from llamad_trio.constraints.compiler import Matcher
 from llamad_trio.core.completion import TokenLogprob
 from llamad_trio.llama.model import LlamaModel
-from llamad_trio.scheduling.plan import Prepared, Sampled
-from llamad_trio.scheduling.sampling import SamplingParams
+from llamad_trio.scheduling.plan import Prepared, Sampled, SamplingParams
 
 
 class _Penalties:

@@ -29,7 +29,7 @@ import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.info import EngineStats
-from llamad_trio.scheduling.pacing import StepPacer
+from llamad_trio.scheduling.pacing import ComputeThreads, StepPacer
 from llamad_trio.scheduling.plan import (
     Copy,
     Prepared,
@@ -42,7 +42,6 @@ from llamad_trio.scheduling.pool import Pool, Reuse
 from llamad_trio.scheduling.prefix import Match, common_length
 from llamad_trio.scheduling.run import Event, Failed, Run, RunState
 from llamad_trio.scheduling.shelf import Shelf, Snapshot
-from llamad_trio.scheduling.threads import ComputeThreads
 
 HEADROOM_TOKENS = 32
 """Free cells asked for beyond the prompt at admission: enough that a request is not

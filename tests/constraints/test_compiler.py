@@ -18,8 +18,7 @@ from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.request import Request
 from llamad_trio.llama.model import LlamaModel, LlamaVocabulary, load_model
 from llamad_trio.llama.sampler import MAX_TOGETHER, Sampler
-from llamad_trio.scheduling.plan import Prepared
-from llamad_trio.scheduling.sampling import resolve_sampling
+from llamad_trio.scheduling.plan import Prepared, resolve_sampling
 from tests.matching import allowed
 
 if TYPE_CHECKING:

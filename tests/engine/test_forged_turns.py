@@ -29,9 +29,8 @@ from llamad_trio.chat.meter import FULL
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.engine.preprocess import Preprocessor
 from llamad_trio.llama.model import load_model
-from llamad_trio.scheduling.runtime import ModelFacts, Runtime
+from llamad_trio.scheduling.runtime import ModelFacts, Runtime, tokens_of_prompt
 from llamad_trio.scheduling.snapshot_file import pack_tokens
-from llamad_trio.scheduling.tokenizing import tokens_of_prompt
 from llamad_trio.testing import ScriptedModel
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import trio
 
 from llamad_trio import EngineConfig, Request, ThreadsChanged, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from llamad_trio.scheduling.threads import ComputeThreads
+from llamad_trio.scheduling.pacing import ComputeThreads
 from tests.watch.support import Watcher
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio.llama.sampler import Sampler
-from llamad_trio.scheduling.plan import Prepared
-from llamad_trio.scheduling.sampling import SamplingParams
+from llamad_trio.scheduling.plan import Prepared, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
+from llamad_trio.scheduling.pacing import ComputeThreads
 from llamad_trio.scheduling.plan import (
     Copy,
     MemoryOp,
@@ -24,7 +25,6 @@ from llamad_trio.scheduling.plan import (
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.scheduler import MIN_SHARED_TOKENS, Scheduler
-from llamad_trio.scheduling.threads import ComputeThreads
 from tests.scheduling.fake_memory import (
     Cell,
     EndlessModel,

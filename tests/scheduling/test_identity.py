@@ -8,7 +8,7 @@ from itertools import combinations
 
 import attrs
 
-from llamad_trio.scheduling.identity import KVIdentity
+from llamad_trio.scheduling.snapshot_file import KVIdentity
 
 BASE = KVIdentity(
     model_sha256="a" * 64,
@@ -45,7 +45,7 @@ def test_every_field_counts() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     code = (
-        "from llamad_trio.scheduling.identity import KVIdentity\n"
+        "from llamad_trio.scheduling.snapshot_file import KVIdentity\n"
         "print(KVIdentity(model_sha256='a' * 64, llama_build='1', template_sha256='',"
         "context=(('type_k', 'f16'),), adds_bos=True).digest)"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llamad_trio.core.request import Request
-from llamad_trio.scheduling.sampling import RANDOM_SEED, SamplingParams, resolve_sampling
+from llamad_trio.scheduling.plan import RANDOM_SEED, SamplingParams, resolve_sampling
 
 
 def resolved(**fields: Any) -> SamplingParams:

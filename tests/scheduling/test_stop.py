@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, strategies as st
 
-from llamad_trio.scheduling.stop import StopMatcher
+from llamad_trio.scheduling.run import StopMatcher
 from tests.scheduling.oracles import first_stop, undecided
 
 LETTERS = st.sampled_from("ab🙂")

@@ -8,7 +8,7 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.scheduling.threads import ComputeThreads, ThreadGovernor
+from llamad_trio.scheduling.pacing import ComputeThreads, ThreadGovernor
 
 
 @attrs.define

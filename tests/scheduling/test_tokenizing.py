@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.scheduling.tokenizing import tokens_of_prompt, without_sentinel
+from llamad_trio.scheduling.runtime import tokens_of_prompt, without_sentinel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

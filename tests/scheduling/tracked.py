@@ -7,9 +7,16 @@ from functools import cached_property
 import attrs
 
 from llamad_trio.core.request import Request
-from llamad_trio.scheduling.plan import Copy, Prepared, Sampled, StepPlan, Work
+from llamad_trio.scheduling.plan import (
+    Copy,
+    Prepared,
+    Sampled,
+    SamplingParams,
+    StepPlan,
+    Work,
+    resolve_sampling,
+)
 from llamad_trio.scheduling.run import Failed, Finished
-from llamad_trio.scheduling.sampling import SamplingParams, resolve_sampling
 from tests.scheduling.fake_memory import FakeModel, lone_run
 
 A, B, C, D = ([i] * 20 for i in (1, 2, 3, 4))
