@@ -35,7 +35,6 @@ MAX_REASON_CHARS = 500
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 """A slash, which ends a regular expression in Lark, or an escape that may be of one."""
 
-
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _ADDENDS = np.where(_BITS == 1, 0.0, -np.inf).astype(np.float32)
 """What each of eight bits adds to a logit, by their byte."""
@@ -93,13 +92,9 @@ class Matcher:
         return not self._matcher.is_error() and bool(self._bits.any())
 
     def apply(self, logits: NDArray[np.float32]) -> bool:
-        """Make the logits of what may not come next minus infinity, in place.
+        """Make the logits, shape (n_vocab,), of what may not come next minus infinity, in place.
 
-        Args:
-            logits: of the whole vocabulary, shape (n_vocab,).
-
-        Returns:
-            Whether anything may come next.
+        Returns whether anything may come next.
         """
         if not self.may_go_on():
             return False
@@ -167,8 +162,12 @@ class Compiler:
         body = _body(constraint)
         if constraint.after is None:
             return json.dumps({"grammars": [body]})
+        # Any text up to and with `after`, then white space, then the body.
         token = self.vocabulary.control_token(constraint.after)
-        lead = _lead(constraint.after, token)
+        end = (
+            f"[lazy]: ANY {json.dumps(constraint.after)}" if token is None else f": ANY <[{token}]>"
+        )
+        lead = f"start: lead SPACE? @body\nlead{end}\nANY: /(.|\\n)*/\nSPACE: /[ \\n]{{1,4}}/\n"
         return json.dumps({"grammars": [{"lark_grammar": lead}, {**body, "name": "body"}]})
 
 
@@ -180,9 +179,3 @@ def _body(constraint: Constraint) -> dict[str, object]:
         return {"lark_grammar": source}
     regex = _SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], source)
     return {"lark_grammar": f"start: /{regex}/"}
-
-
-def _lead(text: str, token: int | None) -> str:
-    """A grammar of any text up to and with `text`, then white space, then the body."""
-    first = f"lead[lazy]: ANY {json.dumps(text)}" if token is None else f"lead: ANY <[{token}]>"
-    return f"start: lead SPACE? @body\n{first}\nANY: /(.|\\n)*/\nSPACE: /[ \\n]{{1,4}}/\n"

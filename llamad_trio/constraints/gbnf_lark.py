@@ -67,21 +67,18 @@ each: 2,400 overflow the usual 8 MB and end the process; 200 are safe in a threa
 
 
 def gbnf_to_lark(source: str, root: str = "root") -> str:
-    """Convert a grammar.
-
-    Args:
-        source: the grammar in llama.cpp's notation.
-        root: the rule that the whole text must match.
-
-    Returns:
-        A grammar whose texts are exactly those of `source`.
+    """Convert a grammar to one of exactly the same texts: those that the rule `root` matches.
 
     Raises:
         ProtocolError: it is wrong, unsafe or too large; see `parse_gbnf`.
     """
     grammar = _without_tail_recursion(parse_gbnf(source, root))
     try:
-        return _Writer(_exact_cut(grammar)).text()
+        cut = _Cut(grammar, _Effort(MAX_EFFORT), MAX_LEXEME)
+        while running_on := _Places(cut).find_running_on():
+            for node in running_on:
+                cut.divide(node)
+        return _Writer(cut).text()
     except _TooMuchEffortError:
         return _Writer(_Cut(grammar, _Effort(inf), max_lexeme=0)).text()
 
@@ -269,14 +266,6 @@ def _quantifier(low: int, high: int | None) -> str:
 
 
 # -- whether the lexemes are exact ----------------------------------------------------------
-
-
-def _exact_cut(grammar: GbnfGrammar) -> _Cut:
-    cut = _Cut(grammar, _Effort(MAX_EFFORT), MAX_LEXEME)
-    while running_on := _Places(cut).find_running_on():
-        for node in running_on:
-            cut.divide(node)
-    return cut
 
 
 class _Places:

@@ -48,10 +48,7 @@ class SamplingParams:
 def resolve_sampling(request: Request, *, n_ctx: int, fresh_seed: int) -> SamplingParams:
     """Resolve a request's sampling fields.
 
-    Args:
-        request: where the fields come from.
-        n_ctx: what `repeat_last_n = -1` stands for, in tokens.
-        fresh_seed: the seed of a request that names none.
+    `repeat_last_n = -1` stands for `n_ctx` tokens; one that names no seed gets `fresh_seed`.
     """
     seed = fresh_seed if request.seed is None else request.seed
     return SamplingParams(
@@ -77,11 +74,9 @@ class Prepared:
     """A request made ready to run: templated, tokenised, within budget.
 
     Attributes:
-        id: unique.
         tokens: the whole prompt, at least one token.
         max_tokens: most tokens to generate, already capped by what an empty pool leaves;
             0 only computes the prompt.
-        streams: whether the caller wants the text piece by piece.
         session: its prefix is kept in preference to those of no session.
         holder: who holds on to the prompt's KV when the request is complete; it is kept
             in preference to all others, until the holder holds something else.
@@ -147,13 +142,10 @@ MemoryOp = Drop | Copy | Save | Restore
 
 @attrs.frozen
 class Work:
-    """Tokens of one sequence to compute in a step.
+    """Tokens of one sequence to compute in a step, at least one.
 
     Attributes:
-        request_id: whose work it is.
-        seq: the llama.cpp sequence (the slot's number).
         pos: position of the first of `tokens`; everything before it is in the KV cache.
-        tokens: at least one token.
         sample: whether to sample a token after the last of them.
         targets: tokens to score, one after each of the last `len(targets)` of `tokens`.
         decodes: whether `tokens` were generated, not prompted.
@@ -215,11 +207,9 @@ class StepStatus(Enum):
 
 @attrs.frozen
 class Sampled:
-    """One sampled token, and what follows from it.
+    """One sampled token, its bytes, and what follows from it.
 
     Attributes:
-        token: its id.
-        piece: its bytes.
         ends: whether it ends the generation; it is no text then.
         forced: ids and bytes of the tokens after it, where the constraint leaves no choice.
         is_complete: whether the constraint lets nothing follow those.
@@ -245,8 +235,7 @@ class StepResult:
         cleared: sequences that lost *all* their tokens, because the model's memory
             cannot be rolled back to a position.
         saved: by key, the states that were to be saved and could be.
-        elapsed_s: seconds the step took.
-        compute_s: seconds of these in llama.cpp; 0 if they are not known.
+        compute_s: seconds of `elapsed_s` in llama.cpp; 0 if they are not known.
         waited_s: seconds of these for which the lane's thread had no core.
         reason: why, when the status is `FAILED`.
     """

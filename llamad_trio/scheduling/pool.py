@@ -43,11 +43,8 @@ class _Rank(IntEnum):
 class Pool:
     """The sequences of one context.  Sizes in tokens, which are cells.
 
-    Args:
-        n_ctx: cells there are.
-        n_seqs: sequences there are.
-        reuse: what the model's memory and the configuration allow.
-        shelf: where prefixes go that leave the pool.
+    `reuse` is what the model's memory and the configuration allow; prefixes that leave the pool
+    go to `shelf`.
     """
 
     def __init__(self, *, n_ctx: int, n_seqs: int, reuse: Reuse, shelf: Shelf) -> None:

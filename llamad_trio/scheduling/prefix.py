@@ -66,12 +66,8 @@ class PrefixTree:
     def __init__(self) -> None:
         self._root = _Node([], 0, None)
         self._ends: dict[int, _Node] = {}
-        self._size = 0
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Cells in use, a shared one counted once."""
-        return self._size
 
     def length(self, seq: int) -> int:
         """Tokens the sequence holds; 0 if it is unknown."""
@@ -115,10 +111,7 @@ class PrefixTree:
     def match(self, tokens: Sequence[int], limit: int, *, whole: bool = False) -> Match:
         """The longest prefix of `tokens`, at most `limit`, that a sequence holds.
 
-        Args:
-            tokens: what is looked for.
-            limit: most tokens of interest.
-            whole: only sequences that hold nothing but the prefix count.
+        If `whole`, only sequences count that hold nothing but the prefix.
         """
         tokens = list(tokens[:limit])  # a list equals no tuple
         limit = len(tokens)
@@ -163,7 +156,7 @@ class PrefixTree:
             self._settle(seq, child)
             node = child
         node.tokens.extend(tokens)
-        self._size += len(tokens)
+        self.size += len(tokens)
 
     def drop(self, seq: int) -> None:
         """Forget a sequence, known or not."""
@@ -172,7 +165,7 @@ class PrefixTree:
         node.seqs.discard(seq)
         while node.parent is not None and not node.seqs and not node.children:
             node.parent.children.remove(node)
-            self._size -= len(node.tokens)
+            self.size -= len(node.tokens)
             node = node.parent
 
     # -- inside -----------------------------------------------------------------------------

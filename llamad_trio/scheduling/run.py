@@ -136,7 +136,6 @@ class Run:
         arrival: its age: the lower, the older.
         seq: the llama.cpp sequence it runs in, -1 if it does not run.
         begun: whether it has taken over what others have computed of its prompt.
-        tokens: its prompt, and what was generated.
         n_new: tokens that the last sampling gave.
         ends: why its text is complete, once it is.
         scores: by the position of the token they are for.

@@ -94,10 +94,9 @@ class Runtime(Protocol):
 
 @attrs.frozen
 class Scoring:
-    """What is to be computed to score continuations.
+    """What is to be computed to score continuations of a prompt.
 
     Attributes:
-        prompt: tokens that all have in common.
         targets: of each continuation, the tokens that follow the prompt.
         own: the tokens that follow it if nothing is continued.  There are such where text
             and continuation meet within a token.
@@ -122,8 +121,7 @@ def without_sentinel(
 ) -> list[int] | None:
     """The tokens, without those of the sentinel, which the text has `count` times.
 
-    Returns:
-        `None` if a token joins it to its neighbour, or does not stand for text at all.
+    `None` if a token joins it to its neighbour, or does not stand for text at all.
     """
     target = sentinel.encode()
     kept: list[int] = []

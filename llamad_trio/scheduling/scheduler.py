@@ -23,21 +23,14 @@ The rules:
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
 from llamad_trio.core.info import EngineStats
 from llamad_trio.scheduling.pacing import ComputeThreads, StepPacer
-from llamad_trio.scheduling.plan import (
-    Copy,
-    Prepared,
-    StepPlan,
-    StepResult,
-    StepStatus,
-    Work,
-)
+from llamad_trio.scheduling.plan import Copy, Prepared, StepPlan, StepResult, StepStatus, Work
 from llamad_trio.scheduling.pool import Pool, Reuse
 from llamad_trio.scheduling.prefix import Match, common_length
 from llamad_trio.scheduling.run import Event, Failed, Run, RunState
@@ -69,13 +62,9 @@ class Scheduler:
     """The state of one engine's requests, slots and KV pool.
 
     Args:
-        n_slots: requests that can run at once.
         n_seqs: sequences there are, more than `n_slots` if anything is to be retained.
-        n_ctx: tokens in the KV pool, shared by all slots.
         n_batch: most tokens in a step, at least `n_slots`.
         step_target_s: seconds a step with running streams should take.
-        threads: chooses how many compute a step.
-        reuse: what requests can take over from each other.
         shelf: where prefixes go that leave the pool, if anywhere.
 
     Call `plan`, run the plan, call `apply` with its result; between the two a step
@@ -132,7 +121,7 @@ class Scheduler:
         if run is None or run.cancelled:
             return
         run.cancelled = True
-        if not self._is_in_flight(run):
+        if self._plan is None or all(w.request_id != run.id for w in self._plan.work):
             self._end(run)
 
     def pause(self, request_id: int) -> None:
@@ -260,11 +249,15 @@ class Scheduler:
             return None
         # Only now: a prompt's growth may have preempted one that was to decode.
         work = tuple(self._work(self._runs[id_], n) for id_, n in self._growth.items())
+        sampling = [self._runs[item.request_id] for item in work if item.sample]
+        starting = [run for run in sampling if not run.has_sampler]
+        for run in starting:
+            run.has_sampler = True
         self._plan = StepPlan(
             work=work,
             n_threads=self.threads.choose(with_prompt=not all(w.decodes for w in work)),
             memory=self._pool.take_ops(),
-            new_samplers=tuple(self._new_samplers(work)),
+            new_samplers=tuple(run.prepared for run in starting),
             old_samplers=tuple(self._old_samplers),
         )
         self._old_samplers.clear()
@@ -340,7 +333,7 @@ class Scheduler:
                 resident = self._pool.length(r.seq)
                 held.append((r.seq, resident))
             else:
-                match = self._find(r)
+                match = self._pool.find(r.tokens, r.n_reusable)
                 held.append((match.seq, match.n))
                 resident = max(match.n, self._worth_waiting(r, match.n, older))
             to_come += len(r.tokens) - resident
@@ -351,25 +344,19 @@ class Scheduler:
     def _worth_waiting(self, run: Run, n: int, older: Iterable[Run]) -> int:
         """Tokens that `run`, which can have `n` now, can have once others have computed them;
         0 if it had better begin."""
-        soon = 0
-        for other in older:
-            common = 0 if other.paused else self._n_common(run, other)
-            if not other.begun or common > self._pool.length(other.seq):
-                soon = max(soon, common)
-        return soon if soon >= n + MIN_SHARED_TOKENS else 0
-
-    def _n_common(self, run: Run, other: Run) -> int:
-        """Leading tokens `run` could take over from `other`, once that has computed them."""
         if self._pool.reuse is not Reuse.PREFIX:
             return 0
-        return common_length(run.tokens, other.tokens, run.n_reusable)
-
-    def _find(self, run: Run) -> Match:
-        return self._pool.find(run.tokens, run.n_reusable)
+        soon = 0
+        for other in older:
+            if not other.paused:
+                common = common_length(run.tokens, other.tokens, run.n_reusable)
+                if not other.begun or common > self._pool.length(other.seq):
+                    soon = max(soon, common)
+        return soon if soon >= n + MIN_SHARED_TOKENS else 0
 
     def _begin(self, run: Run) -> bool:
         """Take over what is computed already; false while somebody is computing more of it."""
-        match = self._find(run)
+        match = self._pool.find(run.tokens, run.n_reusable)
         older = (other for other in self._running if other.arrival < run.arrival)
         if self._worth_waiting(run, match.n, older):
             return False  # they hold less of that, or it would have been found
@@ -402,19 +389,12 @@ class Scheduler:
         while (free := self._pool.free_cells - sum(self._growth.values())) < n_tokens:
             if self._pool.evict():
                 continue
-            if victim := self._victim(run):
-                self._preempt(victim)
-            else:
+            paused = [r for r in self._running if r.paused and r is not run]
+            victims = paused or [r for r in self._running if r.arrival > run.arrival]
+            if not victims:
                 return free
+            self._preempt(victims[-1])
         return n_tokens
-
-    def _victim(self, run: Run) -> Run | None:
-        """Whom to preempt so that `run` can grow: paused readers first, then the newest."""
-        others = [r for r in self._running if r is not run]
-        paused = [r for r in others if r.paused]
-        newer = [r for r in others if r.arrival > run.arrival]
-        candidates = paused or newer
-        return candidates[-1] if candidates else None
 
     def _preempt(self, run: Run) -> None:
         self._pool.close(run.seq, keep=False)
@@ -474,13 +454,6 @@ class Scheduler:
             targets=run.targets_between(pos, end),
             decodes=self._decodes(run),
         )
-
-    def _new_samplers(self, work: Iterable[Work]) -> Iterator[Prepared]:
-        for item in work:
-            run = self._runs[item.request_id]
-            if item.sample and not run.has_sampler:
-                run.has_sampler = True
-                yield run.prepared
 
     # -- applying a result ------------------------------------------------------------
 
@@ -579,6 +552,3 @@ class Scheduler:
     def _decodes(self, run: Run) -> bool:
         """Whether its next step is that of tokens just generated."""
         return 0 < self._n_pending(run) <= run.n_new
-
-    def _is_in_flight(self, run: Run) -> bool:
-        return self._plan is not None and any(w.request_id == run.id for w in self._plan.work)

@@ -11,7 +11,7 @@ from itertools import count
 
 import attrs
 
-from llamad_trio.scheduling.prefix import Match, PrefixTree, common_length
+from llamad_trio.scheduling.prefix import Match, PrefixTree
 
 
 @attrs.frozen(eq=False)
@@ -35,10 +35,9 @@ class _Entry:
 
 
 class Shelf:
-    """Snapshots by number, the least recently used giving way.
+    """Snapshots by number, within `max_bytes` of RAM; the least recently used give way.
 
     Args:
-        max_bytes: how much RAM the snapshots may take.
         has_disk: whether what leaves RAM can still be stored.
         any_prefix: whether a part of a snapshot is of use, or only all of it.
     """
@@ -81,7 +80,8 @@ class Shelf:
     def put(self, snapshot: Snapshot) -> None:
         """Keep a snapshot, if it is wanted.  One larger than the shelf leaves at once."""
         if self.wants(snapshot.tokens):
-            self._drop_what_it_covers(snapshot)
+            if self._any_prefix:
+                self._drop_covered_by(snapshot.tokens)
             self._add(snapshot.tokens, snapshot)
             self._shrink()
 
@@ -132,12 +132,9 @@ class Shelf:
     def _touch(self, key: int) -> None:
         self._entries[key] = self._entries.pop(key)
 
-    def _drop_what_it_covers(self, snapshot: Snapshot) -> None:
-        if not self._any_prefix:
-            return
+    def _drop_covered_by(self, tokens: tuple[int, ...]) -> None:
         for key, entry in list(self._entries.items()):
-            n = len(entry.tokens)
-            if not entry.on_disk and common_length(entry.tokens, snapshot.tokens, n) == n:
+            if not entry.on_disk and tokens[: len(entry.tokens)] == entry.tokens:
                 self._remove(key)
 
     def _shrink(self, beside: int = 0) -> None:

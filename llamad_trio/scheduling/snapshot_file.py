@@ -31,13 +31,11 @@ class KVIdentity:
     Two engines may exchange KV only when all of this is the same.
 
     Attributes:
-        model_sha256: SHA-256 of the model file.
         llama_build: version of llama.cpp, and of the bindings it was built for.
-        template_sha256: SHA-256 of the chat template, empty without one.
+        template_sha256: of the chat template, empty without one.
         context: settings of the context that change its cells: KV types, flash
             attention, RoPE, kind of context.
         adapters: digests of the adapters in force, in order.
-        adds_bos: whether prompts begin with BOS by themselves.
     """
 
     model_sha256: str
