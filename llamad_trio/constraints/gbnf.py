@@ -305,20 +305,17 @@ class _Parser:
             self.refuse("NUL character")
         self.skip(_LINES)
         while self.peek():
-            self.rule()
+            name = self.name()
+            self.skip(_SPACE)
+            self.expect("::=")
+            self.skip(_LINES)
+            # Of two definitions llama.cpp takes the last.
+            self.rules[name], self.hollow[name] = self.alternation(depth=0)
+            if self.peek() not in {"", "\r", "\n"}:
+                self.refuse(f"unexpected {self.peek()!r}")
+            self.skip(_LINES)
         if not self.rules:
             self.refuse("has no rules")
-
-    def rule(self) -> None:
-        name = self.name()
-        self.skip(_SPACE)
-        self.expect("::=")
-        self.skip(_LINES)
-        # Of two definitions llama.cpp takes the last.
-        self.rules[name], self.hollow[name] = self.alternation(depth=0)
-        if self.peek() not in {"", "\r", "\n"}:
-            self.refuse(f"unexpected {self.peek()!r}")
-        self.skip(_LINES)
 
     def alternation(self, depth: int) -> tuple[Node, bool]:
         """Alternatives, and whether one of them has nothing in it."""

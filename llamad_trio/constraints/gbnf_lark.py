@@ -290,7 +290,10 @@ class _Places:
     def find_running_on(self) -> list[Node]:
         """The lexemes that can take a character that may follow a lexeme ending there."""
         found: dict[Node, None] = {}
-        leads = {follow: self._leads(follow) for follow in set(self._follow)}
+        leads = {
+            follow: _union((self._automaton(n).begins for n in _members(follow)), self._cut.effort)
+            for follow in set(self._follow)
+        }
         for a, b in self._pairs_at_one_place():
             led = leads[self._follow[a]]
             # No text continues after the last lexeme.
@@ -321,13 +324,10 @@ class _Places:
                         waiting.append((self._follow[a], self._follow[b]))
 
     def _overlap(self, a: int, b: int) -> _Overlap:
-        mine, others = (self._cut.automaton(self._lexemes[number]) for number in (a, b))
-        return mine.overlap(others)
+        return self._automaton(a).overlap(self._automaton(b))
 
-    def _leads(self, lexemes: int) -> int:
-        """The bytes with which these may begin."""
-        automata = (self._cut.automaton(self._lexemes[number]) for number in _members(lexemes))
-        return _union((automaton.begins for automaton in automata), self._cut.effort)
+    def _automaton(self, number: int) -> _Automaton:
+        return self._cut.automaton(self._lexemes[number])
 
     def _find_first(self) -> None:
         before: dict[str, int] = {}
@@ -412,12 +412,12 @@ class _Automaton:
         self._overlaps: dict[_Automaton, _Overlap] = {}
         self._first, self._last, _ = self._build(node)
         leads = [_leads(ranges) for ranges in self._ranges]
-        self._next_leads = [self._leads(leads, follow) for follow in self._follow]
-        self.begins = self._leads(leads, self._first)
+        self._next_leads = [
+            _union((leads[position] for position in _members(follow)), effort)
+            for follow in self._follow
+        ]
+        self.begins = _union((leads[position] for position in _members(self._first)), effort)
         """The bytes with which its text may begin."""
-
-    def _leads(self, leads: list[int], positions: int) -> int:
-        return _union((leads[position] for position in _members(positions)), self._effort)
 
     def _build(self, node: Node) -> tuple[int, int, bool]:
         """Add the node; return its first and last positions, and whether it may be empty."""

@@ -151,10 +151,6 @@ def _fault_of_patterns(value: Any) -> str | None:
     return None
 
 
-def _fault_of_pattern(value: object) -> str | None:
-    return fault_of_pattern(value) if isinstance(value, str) else "it must be a text"
-
-
 def _fault_of_bound(value: Any) -> str | None:
     if not is_number(value):
         return "it must be a number"
@@ -200,9 +196,7 @@ class Keyword:
     """A keyword that is enforced.
 
     Args:
-        fault: why a value of it is not taken.
         limits: the type of which it says something; `None` for any.
-        holds: what its value is made of, when of schemas.
         since: the draft that brought it: 6, 7, 2019 or 2020; 0 is older.
     """
 
@@ -235,7 +229,10 @@ SUPPORTED: Mapping[str, Keyword] = {
     "maxItems": Keyword(_fault_of_count, "array"),
     "minLength": Keyword(_fault_of_count, "string"),
     "maxLength": Keyword(_fault_of_count, "string"),
-    "pattern": Keyword(_fault_of_pattern, "string"),
+    "pattern": Keyword(
+        lambda value: fault_of_pattern(value) if isinstance(value, str) else "it must be a text",
+        "string",
+    ),
     "format": Keyword(_fault_of_format, "string"),
     "minimum": Keyword(_fault_of_bound, "number"),
     "maximum": Keyword(_fault_of_bound, "number"),
@@ -357,11 +354,9 @@ def parts_of(schema: Any) -> Iterator[tuple[Any, Place]]:
 
 
 def standing_alone(part: Mapping[str, Any], document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema as a schema of its own: what it refers to comes with it.
+    """A part of a schema as a schema of its own: what it refers to in `document` comes with it.
 
-    Args:
-        part: must be sound, as `vet_schema` has it, and so must be the document.
-        document: what its references begin at.
+    Both must be sound, as `vet_schema` has it.
     """
     draft = {"$schema": document["$schema"]} if "$schema" in document else {}
     if not any("$ref" in each for each, _ in parts_of(part)):

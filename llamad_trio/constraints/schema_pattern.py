@@ -29,9 +29,7 @@ _LOOK = re.compile(r"\(\?<?[=!]")
 def fault_of_pattern(pattern: str, *, of_keys: bool = False) -> str | None:
     """Why a regular expression is not taken; `None` if it is.
 
-    Args:
-        pattern: the expression.
-        of_keys: what it does *not* match matters as well, as in `patternProperties`.
+    Where it is `of_keys`, as in `patternProperties`, what it does *not* match matters as well.
     """
     try:
         _scan(pattern)

@@ -68,7 +68,9 @@ def vet_schema(schema: Mapping[str, Any], *, in_lark: bool = False) -> None:
     n_chars = 0
     for part, place in parts_of(schema):
         parts.append(part)
-        n_chars += sum(map(len, _patterns(part)))
+        of_keys = part.get("patternProperties")
+        patterns = [part.get("pattern"), *(of_keys if isinstance(of_keys, Mapping) else ())]
+        n_chars += sum(len(pattern) for pattern in patterns if isinstance(pattern, str))
         if n_chars > MAX_PATTERN_CHARS:
             raise ProtocolError(
                 f"json_schema: its patterns have more than {MAX_PATTERN_CHARS} characters"
@@ -118,13 +120,6 @@ def _refusal(place: Place, keyword: str, fault: str) -> ProtocolError:
     if len(path) > 120:
         path = f"{path[:80]}...{path[-37:]}"
     return ProtocolError(f"json_schema: {shortened(keyword)} at {path} is refused: {fault}")
-
-
-def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
-    if isinstance(pattern := part.get("pattern"), str):
-        yield pattern
-    if isinstance(patterns := part.get("patternProperties"), Mapping):
-        yield from patterns
 
 
 # -- What keywords say together ---------------------------------------------------------------
