@@ -49,12 +49,9 @@ def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
 
 
 def typed_request(request: Request, kind: object, *, describe: bool) -> Request:
-    """The request, constrained to JSON of a type.
+    """The request, which has no constraint, constrained to JSON of a type; `None` leaves it as it is.
 
-    Args:
-        request: must have no constraint.
-        kind: the type; `None` leaves the request as it is.
-        describe: tell the model, at the end of the prompt, what to write.
+    With `describe`, the end of the prompt tells the model what to write.
 
     Raises:
         ProtocolError: a type that has no schema, a constraint, no prompt of text to add to,

@@ -49,12 +49,7 @@ _END_OF_SUMMARY = re.compile(
 
 @attrs.frozen
 class Documentation:
-    """A docstring, read.
-
-    Args:
-        summary: its first paragraph, on one line.
-        parameters: what it says about each parameter or attribute it names.
-    """
+    """A docstring's first paragraph, on one line, and what it says about each name."""
 
     summary: str = ""
     parameters: Mapping[str, str] = attrs.field(factory=dict)

@@ -12,7 +12,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import attrs
 import cattrs
@@ -42,21 +42,12 @@ _MAX_COMPLAINTS = 8
 _Hook = Callable[[Any, Any], object]
 
 
-@overload
-def instance_of_type(data: object, kind: type[T], *, place: str = ...) -> T: ...
-@overload
-def instance_of_type(data: object, kind: object, *, place: str = ...) -> object: ...
-def instance_of_type(data: object, kind: object, *, place: str = "") -> object:
+def instance_of_type(data: object, kind: object, *, place: str = "") -> Any:
     """Make a value of a type from JSON data, as `json.loads` gives it.
 
     Nothing is coerced, but for whole numbers where a float is wanted.  Of the members
     of a union the first that fits is taken; narrower ones are tried before wider ones:
-    literals and enums first, plain text last.
-
-    Args:
-        data: JSON data.
-        kind: the type.
-        place: what to call the data in a message, if it is a part of something.
+    literals and enums first, plain text last.  A message calls the data `place`.
 
     Raises:
         ValueError: what is wrong with the data, and where: `"kids[1].age: expected int, got str"`.
@@ -84,7 +75,34 @@ def _converter_for(_kind: object) -> cattrs.Converter:
 
 def _hook_for(kind: object, converter: cattrs.Converter) -> _Hook:
     peeled = peel(kind)
-    return _RULES[sort_of(peeled)](peeled, converter)
+    base: Any = peeled.base
+    match sort_of(peeled):
+        case Sort.ANYTHING:
+            return lambda data, _: data
+        case Sort.SCALAR:
+            annotated = peeled.annotated
+            return lambda data, _: _convert(data, annotated)
+        case Sort.VALUES:
+            values = literal_values(base) or ()
+            return lambda data, _: _value_written_as(data, values)
+        case Sort.MODEL:
+            # From JSON, not from data: there, strict still reads dates from text, sets from lists.
+            return lambda data, _: base.model_validate_json(
+                json.dumps(data, allow_nan=False), strict=True
+            )
+        case Sort.ALIAS:
+            value: Any = alias_value(base)
+            return lambda data, _: converter.structure(data, value)
+        case Sort.UNION:
+            return _union_hook(peeled, converter)
+        case Sort.ARRAY:
+            return _array_hook(peeled, converter)
+        case Sort.TUPLE:
+            return _tuple_hook(peeled, converter)
+        case Sort.MAPPING:
+            return _mapping_hook(peeled, converter)
+        case Sort.CLASS:
+            return _class_hook(peeled, converter)
 
 
 # -- What is wrong ----------------------------------------------------------------------------
@@ -123,7 +141,7 @@ def _complaints(error: Exception) -> Sequence[tuple[str, str]]:
             text = text[:1].lower() + text[1:]
         case _ if callable(getattr(error, "errors", None)):  # pydantic's
             return [
-                ("".join(map(_step, part.get("loc", ()))), str(part.get("msg", error)))
+                (_path(part.get("loc", ())), str(part.get("msg", error)))
                 for part in cast("Any", error).errors()
             ]
         case _:
@@ -131,8 +149,8 @@ def _complaints(error: Exception) -> Sequence[tuple[str, str]]:
     return [("", text)]
 
 
-def _step(name: object) -> str:
-    return f"[{name}]" if isinstance(name, int) else f".{name}"
+def _path(names: Iterable[object]) -> str:
+    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
 
 
 def _message(error: Exception, place: str = "") -> str:
@@ -151,31 +169,12 @@ def _builtin_hook(data: object, kind: type) -> object:
     return _convert(data, kind) if values is None else _value_written_as(data, values)
 
 
-def _anything_hook(_peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
-    return lambda data, _: data
-
-
-def _scalar_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
-    kind = peeled.annotated
-    return lambda data, _: _convert(data, kind)
-
-
 def _convert(data: object, kind: object) -> Any:
     value: Any = msgspec.convert(data, cast("type", kind), strict=True)
     # `json.loads` makes infinity of 1e400; msgspec refuses as many digits.
     if isinstance(value, float) and math.isinf(value):
         raise ValueError("number out of range")
     return value
-
-
-def _alias_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
-    value: Any = alias_value(peeled.base)
-    return lambda data, _: converter.structure(data, value)
-
-
-def _values_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
-    values = literal_values(peeled.base) or ()
-    return lambda data, _: _value_written_as(data, values)
 
 
 def _value_written_as(data: object, values: Sequence[tuple[object, object]]) -> object:
@@ -191,12 +190,6 @@ def _is_same(value: object, data: object) -> bool:
     # 2.0 as 2, and -0.0 as -0.
     same_type = type(value) is type(data) or (type(value) is float and type(data) is int)
     return same_type and value == data
-
-
-def _model_hook(peeled: Peeled, _converter: cattrs.Converter) -> _Hook:
-    # From JSON, not from data: there, strict still reads dates from text and sets from lists.
-    model: Any = peeled.base
-    return lambda data, _: model.model_validate_json(json.dumps(data, allow_nan=False), strict=True)
 
 
 # -- Containers -------------------------------------------------------------------------------
@@ -270,13 +263,6 @@ def _class_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
     names = [member.name for member in members.items]
     required = sum(member.required for member in members.items)
 
-    def by_name(data: object) -> dict[str, object]:
-        if not members.array:
-            return cast("dict[str, object]", _convert(data, dict))
-        items = _convert(data, list)
-        _check_length(items, required, len(names))
-        return dict(zip(names, items, strict=False))
-
     def value_of(name: str, hint: Any, given: Mapping[str, object]) -> object:
         if name not in given:
             raise ValueError("is missing")
@@ -287,7 +273,13 @@ def _class_hook(peeled: Peeled, converter: cattrs.Converter) -> _Hook:
             raise ValueError("unknown " + ", ".join(sorted(map(repr, unknown))))
 
     def hook(data: object, _kind: object) -> object:
-        given = by_name(data)
+        given: dict[str, object] = {}
+        if members.array:
+            items = _convert(data, list)
+            _check_length(items, required, len(names))
+            given.update(zip(names, items, strict=False))
+        else:
+            given = _convert(data, dict)
         wanted = [member for member in members.items if member.required or member.name in given]
         parts: list[tuple[str, Callable[[], object]]] = [
             (f".{member.name}", partial(value_of, member.name, member.hint, given))
@@ -394,17 +386,3 @@ def _plausible(alternatives: Sequence[_Alternative], data: object) -> Sequence[_
     meant = [each for each in alternatives if each.has_tags_of(data)]
     # One that was meant, and then written wrong: it can say what is wrong.
     return meant if len(meant) == 1 else []
-
-
-_RULES: Mapping[Sort, Callable[[Peeled, cattrs.Converter], _Hook]] = {
-    Sort.UNION: _union_hook,
-    Sort.SCALAR: _scalar_hook,
-    Sort.ARRAY: _array_hook,
-    Sort.TUPLE: _tuple_hook,
-    Sort.MAPPING: _mapping_hook,
-    Sort.ANYTHING: _anything_hook,
-    Sort.VALUES: _values_hook,
-    Sort.MODEL: _model_hook,
-    Sort.ALIAS: _alias_hook,
-    Sort.CLASS: _class_hook,
-}

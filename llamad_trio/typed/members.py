@@ -81,7 +81,6 @@ class Peeled:
     """A type without its annotations, and what they said.
 
     Args:
-        base: the type.
         metas: constraints on it, the outermost last.
         description: for whoever produces a value of it.
         required: whether it was `Required` or `NotRequired`; `None` for neither.
@@ -121,8 +120,6 @@ class Member:
         name: its key in JSON.
         attribute: its name as a keyword argument of the class; `None` for a tag,
             which the class does not take.
-        hint: its type.
-        required: whether it has no default.
         description: for whoever produces a value of it.
     """
 
@@ -139,9 +136,7 @@ class Members:
 
     Args:
         make: makes an instance from keyword arguments.
-        items: its fields, in order.
         array: whether its JSON is an array, not an object.
-        description: of the class.
     """
 
     make: Callable[..., object]
@@ -221,8 +216,11 @@ def sort_of(peeled: Peeled) -> Sort:
         return _SORTS[peeled.origin]
     if literal_values(peeled.base) is not None:
         return Sort.VALUES
-    if _is_model_class(peeled.base):
-        return Sort.MODEL
+    methods = ("model_json_schema", "model_validate_json")
+    if isinstance(peeled.base, type) and all(
+        callable(getattr(peeled.base, name, None)) for name in methods
+    ):
+        return Sort.MODEL  # found out without pydantic, which may not be there
     return Sort.CLASS if alias_value(peeled.base) is None else Sort.ALIAS
 
 
@@ -271,13 +269,6 @@ def literal_values(kind: object) -> tuple[tuple[object, object], ...] | None:
     else:
         return None
     return tuple((v.value if isinstance(v, enum.Enum) else v, v) for v in values)
-
-
-def _is_model_class(kind: object) -> bool:
-    # A pydantic model, found out without pydantic, which may not be there.
-    return isinstance(kind, type) and all(
-        callable(getattr(kind, name, None)) for name in ("model_json_schema", "model_validate_json")
-    )
 
 
 def resolve_hints(owner: object, where: str) -> dict[str, object]:

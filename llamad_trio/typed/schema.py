@@ -164,21 +164,42 @@ class _Builder:
             raise ProtocolError(
                 f"{where}: constraints on {type_name(peeled.base)} are not supported"
             )
-        schema = _RULES[sort](self, peeled, where)
+        schema = self._bare_schema(sort, peeled, where)
         if not peeled.description:
             return schema
         said = {"description": peeled.description}
         return {**said, **schema} if sort is Sort.SCALAR else {**schema, **said}
 
-    def _union(self, peeled: Peeled, where: str) -> Schema:
-        found = [self.schema(each, where) for each in alternatives(peeled.annotated)]
-        return found[0] if len(found) == 1 else {"anyOf": found}
-
-    def _scalar(self, peeled: Peeled, where: str) -> Schema:
-        schema = _msgspec_schema(peeled.base, peeled, where)
-        zoned = next((meta.tz for meta in peeled.metas if meta.tz is not None), None)
-        pattern = _PATTERNS.get((peeled.base, zoned)) or _PATTERNS.get(peeled.base)
-        return {**schema, "pattern": pattern} if pattern else schema
+    def _bare_schema(self, sort: Sort, peeled: Peeled, where: str) -> Schema:
+        match sort:
+            case Sort.ANYTHING:
+                return {}
+            case Sort.SCALAR:
+                schema = _msgspec_schema(peeled.base, peeled, where)
+                zoned = next((meta.tz for meta in peeled.metas if meta.tz is not None), None)
+                pattern = _PATTERNS.get((peeled.base, zoned)) or _PATTERNS.get(peeled.base)
+                return {**schema, "pattern": pattern} if pattern else schema
+            case Sort.UNION:
+                found = [self.schema(each, where) for each in alternatives(peeled.annotated)]
+                return found[0] if len(found) == 1 else {"anyOf": found}
+            case Sort.ALIAS:
+                alias = peeled.base
+                if alias not in self._names:
+                    name = self._reserve(alias, type_name(alias))
+                    self._definitions[name] = self.schema(alias_value(alias), where)
+                return {"$ref": _REF + self._names[alias]}
+            case Sort.ARRAY:
+                return self._array(peeled, where)
+            case Sort.TUPLE:
+                return self._tuple(peeled, where)
+            case Sort.MAPPING:
+                return self._mapping(peeled, where)
+            case Sort.VALUES:
+                return self._values(peeled, where)
+            case Sort.MODEL:
+                return self._model(peeled.base, where)
+            case Sort.CLASS:
+                return self._class(peeled.base, where)
 
     def _array(self, peeled: Peeled, where: str) -> Schema:
         schema = _msgspec_schema(list, peeled, where)
@@ -210,9 +231,6 @@ class _Builder:
             [self.schema(item, f"{where}[{i}]") for i, item in enumerate(items)], len(items)
         )
 
-    def _anything(self, _peeled: Peeled, _where: str) -> Schema:
-        return {}
-
     def _values(self, peeled: Peeled, where: str) -> Schema:
         values = literal_values(peeled.base)
         if not values:
@@ -222,24 +240,20 @@ class _Builder:
                 raise ProtocolError(f"{where}: {member!r} cannot be written as a JSON scalar")
         return {"enum": [value for value, _ in values]}
 
-    def _alias(self, peeled: Peeled, where: str) -> Schema:
-        alias = peeled.base
-        if alias not in self._names:
-            name = self._reserve(alias, type_name(alias))
-            self._definitions[name] = self.schema(alias_value(alias), where)
-        return {"$ref": _REF + self._names[alias]}
-
-    def _class(self, peeled: Peeled, where: str) -> Schema:
-        kind = peeled.base
+    def _class(self, kind: object, where: str) -> Schema:
         if kind not in self._names:
             members = members_of(kind, where)
             if members is None:
                 raise ProtocolError(f"{where}: {_kind_of(kind)} has no JSON schema")
             name = self._reserve(kind, type_name(kind))
             place = where if where == type_name(kind) else f"{where} ({type_name(kind)})"
-            write = self._array_of if members.array else self.object_of
             said = {"description": members.description} if members.description else {}
-            self._definitions[name] = {**said, **write(members.items, place)}
+            if members.array:
+                items = [self._member(member, place) for member in members.items]
+                schema = _fixed_array(items, sum(member.required for member in members.items))
+            else:
+                schema = self.object_of(members.items, place)
+            self._definitions[name] = {**said, **schema}
         return {"$ref": _REF + self._names[kind]}
 
     def object_of(self, members: Sequence[Member], where: str) -> Schema:
@@ -251,17 +265,12 @@ class _Builder:
             "additionalProperties": False,
         }
 
-    def _array_of(self, members: Sequence[Member], where: str) -> Schema:
-        required = sum(member.required for member in members)
-        return _fixed_array([self._member(member, where) for member in members], required)
-
     def _member(self, member: Member, where: str) -> Schema:
         schema = self.schema(member.hint, f"{where}.{member.name}")
         return {**schema, "description": member.description} if member.description else schema
 
-    def _model(self, peeled: Peeled, where: str) -> Schema:
+    def _model(self, model: Any, where: str) -> Schema:
         """A pydantic model's own schema, with its definitions among ours."""
-        model: Any = peeled.base
         try:
             raw = model.model_json_schema()
         except Exception as error:
@@ -300,18 +309,6 @@ class _Builder:
 
 
 _CONSTRAINABLE = frozenset({Sort.UNION, Sort.SCALAR, Sort.ARRAY, Sort.MAPPING})
-_RULES: Mapping[Sort, Callable[[_Builder, Peeled, str], Schema]] = {
-    Sort.UNION: _Builder._union,
-    Sort.SCALAR: _Builder._scalar,
-    Sort.ARRAY: _Builder._array,
-    Sort.TUPLE: _Builder._tuple,
-    Sort.MAPPING: _Builder._mapping,
-    Sort.ANYTHING: _Builder._anything,
-    Sort.VALUES: _Builder._values,
-    Sort.MODEL: _Builder._model,
-    Sort.ALIAS: _Builder._alias,
-    Sort.CLASS: _Builder._class,
-}
 
 
 def _kind_of(kind: object) -> str:
@@ -402,7 +399,9 @@ def _clean_schema(
                 name = part.removeprefix(_REF)
                 result[key] = _REF + names.get(name, name)
             case "oneOf" | "anyOf":
-                result["anyOf"] = _expressible(part)
+                # llguidance cannot look around, as a pattern of pydantic's `Decimal` does.
+                kept = [each for each in part if not looks_around(each.get("pattern", ""))]
+                result["anyOf"] = kept or part
             case "format" if part in _DATE_FORMATS:
                 result.setdefault("pattern", _DATE_FORMATS[part])
             case "format" if part not in FORMATS:
@@ -449,9 +448,3 @@ def _types_of_keys(model: object) -> Iterator[str]:
                 keys = keys["schema"]  # a validator's, around the type
             if isinstance(keys, dict):
                 yield str(keys.get("type"))
-
-
-def _expressible(alternatives: Sequence[Schema]) -> Sequence[Schema]:
-    """Without those whose pattern looks around, which llguidance cannot: pydantic's `Decimal`."""
-    kept = [each for each in alternatives if not looks_around(each.get("pattern", ""))]
-    return kept or alternatives

@@ -37,14 +37,7 @@ _WORDS = {"boolean": '("True" | "False")', "null": '"None"'}
 
 
 class PythonSchema:
-    """One tool's schema.
-
-    Args:
-        rules: where the rules go.
-        prefix: what their names begin with, one of its own for every schema.
-        tool: the tool's name, for errors.
-        schema: of its arguments.
-    """
+    """The schema of a tool's arguments, written as rules with names of a prefix of its own."""
 
     def __init__(self, rules: LarkRules, prefix: str, tool: str, schema: JsonObject) -> None:
         self._rules = rules
@@ -114,7 +107,10 @@ class PythonSchema:
         told = _telling(schema)
         match told:
             case {"$ref": str(name)} if len(told) == 1:
-                return self._refer(name, where)
+                if name not in self._referred:
+                    rule = self._referred[name] = self._new_name()
+                    self._rules.rule(rule, self._value(resolve(name, self._schema), where))
+                return self._referred[name]
             case _ if not self._has_words(schema, set()):
                 return self._json(schema, where)
             case {"enum": [*values]} if told.keys() <= {"enum", "type"}:
@@ -177,12 +173,6 @@ class PythonSchema:
         rule("py_dict", '"{" (py_item (", " py_item)*)? "}"')
         words = '"True" | "False" | "None"'
         return rule("py_any", f"PY_STRING | PY_NUMBER | {words} | py_list | py_dict")
-
-    def _refer(self, name: str, where: str) -> str:
-        if name not in self._referred:
-            rule = self._referred[name] = self._new_name()
-            self._rules.rule(rule, self._value(resolve(name, self._schema), where))
-        return self._referred[name]
 
     def _has_words(self, schema: Any, seen: set[str]) -> bool:
         """Whether true, false or null can be in a value of the schema, as far as can be told."""
