@@ -40,11 +40,9 @@ JSON_STYLE = {
 class Constraint:
     """A language that the generated text must be of.
 
-    Args:
-        kind: what `source` is: a JSON Schema, as data; a regular expression (the whole text
-            must match); or a grammar in llguidance's dialect of Lark.
-        source: a schema is data as `json.loads` gives it, of which no container occurs twice.
-        after: if set, any text up to and with this comes first.
+    A JSON Schema is data as `json.loads` gives it, of which no container occurs twice; a regular
+    expression must match the whole text; "lark" is llguidance's dialect of it.  Any text up to
+    and with `after` comes first, if that is set.
     """
 
     kind: ConstraintKind
@@ -53,11 +51,7 @@ class Constraint:
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Refuse what is unsafe to compile.
-
-    Raises:
-        ProtocolError: with the reason.
-    """
+    """Raise `ProtocolError`, with the reason, for what is unsafe to compile."""
     source = constraint.source
     text = source if isinstance(source, str) else json.dumps(source)
     n_bytes = len(text.encode())

@@ -259,9 +259,7 @@ class Pool:
         """Whether the sequence gives something to go on from that no other one gives."""
         if not self._tree.length(seq) or self.reuse is Reuse.NOTHING:
             return False
-        if self.reuse is Reuse.PREFIX:
-            return not self._tree.is_inside_another(seq)
-        return not self._tree.has_twin(seq)
+        return not self._tree.is_inside_another(seq, whole=self.reuse is Reuse.WHOLE)
 
     def _copy(self, match: Match, seq: int) -> None:
         self._tree.copy(match.seq, seq, match.n)

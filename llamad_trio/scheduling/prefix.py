@@ -79,14 +79,10 @@ class PrefixTree:
         path = list(self._path(seq))
         return [token for node in reversed(path) for token in node.tokens]
 
-    def is_inside_another(self, seq: int) -> bool:
-        """Whether another sequence holds all that this one holds, in the same cells."""
+    def is_inside_another(self, seq: int, *, whole: bool = False) -> bool:
+        """Whether another holds these same cells; if `whole`, these and no others."""
         node = self._ends[seq]
-        return bool(node.children) or len(node.seqs) > 1
-
-    def has_twin(self, seq: int) -> bool:
-        """Whether another sequence ends in the same cell."""
-        return len(self._ends[seq].seqs) > 1
+        return len(node.seqs) > 1 or (bool(node.children) and not whole)
 
     def holders(self, seq: int) -> set[int]:
         """The sequences that hold the last cell of this one: itself, and who shares all of it."""

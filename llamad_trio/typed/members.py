@@ -98,7 +98,7 @@ class Peeled:
 
     @property
     def origin(self) -> object:
-        """The generic type that it is made from, or else the type itself."""
+        """The generic type, or else the type itself."""
         return typing.get_origin(self.base) or self.base
 
     @property
@@ -338,35 +338,26 @@ def members_of(kind: object, where: str) -> Members | None:
 def _attrs_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
     for field in attrs.fields(cls):
         if field.init:
-            yield Member(
-                name=field.alias,
-                attribute=field.alias,
-                hint=hints.get(field.name, field.type),
-                required=field.default is attrs.NOTHING,
-                description=_note_text(field.metadata.get("description")),
-            )
+            hint, required = hints.get(field.name, field.type), field.default is attrs.NOTHING
+            said = _note_text(field.metadata.get("description"))
+            yield Member(field.alias, field.alias, hint, required, said)
 
 
 def _dataclass_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
     missing = dataclasses.MISSING
     for field in dataclasses.fields(cls):
         if field.init:
-            yield Member(
-                name=field.name,
-                attribute=field.name,
-                hint=hints[field.name],
-                required=field.default is missing and field.default_factory is missing,
-                description=_note_text(field.metadata.get("description")),
-            )
+            required = field.default is missing and field.default_factory is missing
+            said = _note_text(field.metadata.get("description"))
+            yield Member(field.name, field.name, hints[field.name], required, said)
 
 
 def _typed_dict_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:
     for name, hint in hints.items():
         # `__required_keys__` is wrong where the hints were strings: they hid `NotRequired`.
         required = peel(hint).required
-        yield Member(
-            name, name, hint, name in cls.__required_keys__ if required is None else required
-        )
+        required = name in cls.__required_keys__ if required is None else required
+        yield Member(name, name, hint, required)
 
 
 def _named_tuple_members(cls: Any, hints: Mapping[str, object]) -> Iterator[Member]:

@@ -112,11 +112,7 @@ def schema_of(kind: object) -> JsonObject:
 
 
 def schema_of_members(name: str, members: Sequence[Member]) -> JsonObject:
-    """The schema of an object with these members, which is not itself in `$defs`.
-
-    Raises:
-        ProtocolError: as of `schema_of`.
-    """
+    """The schema of an object with these members; raises as `schema_of`."""
     builder = _Builder()
     return builder.finish(builder.object_of(members, name))
 

@@ -31,20 +31,14 @@ def description_of(kind: object) -> str:
     definitions: Mapping[str, JsonObject] = schema.get("$defs", {})
     root = reference(schema)
     # A class that holds itself is said first, under its own name.
-    first = (
-        _text_below_description(schema) if root is None else _definition(root, definitions[root])
-    )
-    others = [_definition(name, part) for name, part in definitions.items() if name != root]
-    return "\n\n".join([first, *others])
-
-
-def _text_below_description(schema: JsonObject) -> str:
-    head = schema.get("description")
-    return f"{head}\n{_text(schema, '')}" if head else _text(schema, "")
-
-
-def _definition(name: str, schema: JsonObject) -> str:
-    return f"{name}: {_text_below_description(schema)}"
+    first = {"": schema} if root is None else {root: definitions[root]}
+    texts: list[str] = []
+    for name, part in {**first, **definitions}.items():
+        head = f"{name}: " if name else ""
+        if part.get("description"):
+            head += f"{part['description']}\n"
+        texts.append(head + _text(part, ""))
+    return "\n\n".join(texts)
 
 
 def _text(schema: JsonObject | bool, margin: str) -> str:
@@ -77,10 +71,12 @@ def _text(schema: JsonObject | bool, margin: str) -> str:
 def _object(schema: JsonObject, margin: str) -> str:
     deeper = margin + "  "
     required = schema.get("required", ())
-    rows = [
-        (f"{_json(name)}: {_text(part, deeper)}", _comment(part, name in required))
-        for name, part in schema.get("properties", {}).items()
-    ]
+    rows: list[tuple[str, str]] = []
+    for name, part in schema.get("properties", {}).items():
+        words = ["" if name in required else "optional", part.get("description")]
+        said = ": ".join(filter(None, words))
+        comment = f"  // {said}" if said else ""
+        rows.append((f"{_json(name)}: {_text(part, deeper)}", comment))
     rows += [
         (f"<key: {_pattern(pattern)}>: {_text(part, deeper)}, ...", "")
         for pattern, part in schema.get("patternProperties", {}).items()
@@ -97,12 +93,6 @@ def _object(schema: JsonObject, margin: str) -> str:
         for index, (text, comment) in enumerate(rows, 1)
     ]
     return "\n".join(["{", *lines, f"{margin}}}"])
-
-
-def _comment(schema: JsonObject, required: bool) -> str:
-    words = [] if required else ["optional"]
-    words += [schema["description"]] if schema.get("description") else []
-    return f"  // {': '.join(words)}" if words else ""
 
 
 def _array(schema: JsonObject, margin: str) -> str:

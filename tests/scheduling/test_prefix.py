@@ -84,7 +84,7 @@ class PrefixMachine(RuleBasedStateMachine):
                 continue
             others = [h for s, h in self.held.items() if s != seq]
             assert self.tree.is_inside_another(seq) == any(held[-1] in h for h in others)
-            assert self.tree.has_twin(seq) == (held in others)
+            assert self.tree.is_inside_another(seq, whole=True) == (held in others)
             assert self.tree.holders(seq) == {s for s, h in self.held.items() if held[-1] in h}
 
 

@@ -112,7 +112,13 @@ class PythonSchema:
                     self._rules.rule(rule, self._value(resolve(name, self._schema), where))
                 return self._referred[name]
             case _ if not self._has_words(schema, set()):
-                return self._json(schema, where)
+                # It is written alike in both languages.
+                expression = json_expr(standing_alone(schema, self._schema))
+                self._n_json_chars += len(expression)
+                if self._n_json_chars > MAX_SOURCE_BYTES:
+                    reason = f"it comes to more than {MAX_SOURCE_BYTES} bytes"
+                    raise self._refusal(where, reason)
+                return expression
             case {"enum": [*values]} if told.keys() <= {"enum", "type"}:
                 return _one_of([quoted(python_text(value)) for value in values])
             case {"const": value} if told.keys() <= {"const", "type"}:
@@ -155,14 +161,6 @@ class PythonSchema:
         counts = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
         listed = f"{item} ({quoted(', ')} {item}){counts}"
         return self._rule(listed if least else f'{listed} | ""')
-
-    def _json(self, schema: JsonObject, where: str) -> str:
-        """A value that is written alike in both languages."""
-        expression = json_expr(standing_alone(schema, self._schema))
-        self._n_json_chars += len(expression)
-        if self._n_json_chars > MAX_SOURCE_BYTES:
-            raise self._refusal(where, f"it comes to more than {MAX_SOURCE_BYTES} bytes")
-        return expression
 
     def _any(self) -> str:
         rule = self._rules.rule
