@@ -127,8 +127,7 @@ class Compiler:
     def compile(self, constraint: Constraint) -> Matcher:
         """Compile a constraint, and find what may come first.
 
-        Raises:
-            ProtocolError: it does not compile, is unsafe, or no text satisfies it.
+        Raises `ProtocolError` if it does not compile, is unsafe, or no text satisfies it.
         """
         check_constraint(constraint)
         if constraint.after is not None:

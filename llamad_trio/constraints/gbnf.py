@@ -103,11 +103,7 @@ class GbnfGrammar:
 
 
 def parse_gbnf(source: str, root: str) -> GbnfGrammar:
-    """Read a grammar.
-
-    Raises:
-        ProtocolError: it is wrong, unsafe, or more than the limits of this module.
-    """
+    """Read a grammar; `ProtocolError` if it is wrong, unsafe, or beyond this module's limits."""
     if len(source) > MAX_SOURCE:
         raise ProtocolError(f"grammar: has more than {MAX_SOURCE} characters")
     parser = _Parser(source)
@@ -281,22 +277,16 @@ _SIGNS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 class _Parser:
-    """One pass over the source; what needs all rules at once is checked afterwards.
-
-    Attributes:
-        names: every rule that is defined or referred to, and the line of the first time.
-        hollow: whether a rule has an alternative with nothing in it.
-        loops: the rules that are repeated without end, and where.
-    """
+    """One pass over the source; what needs all rules at once is checked afterwards."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.at = 0
         self.newlines = [found.start() for found in re.finditer("\n", source)]
         self.rules: dict[str, Node] = {}
-        self.names: dict[str, int] = {}
-        self.hollow: dict[str, bool] = {}
-        self.loops: list[tuple[str, int]] = []
+        self.names: dict[str, int] = {}  # defined or referred to, and the line of the first time
+        self.hollow: dict[str, bool] = {}  # has an alternative with nothing in it
+        self.loops: list[tuple[str, int]] = []  # repeated without end, and where
         self.generated = 0
 
     def parse(self) -> None:

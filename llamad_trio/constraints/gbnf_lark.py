@@ -69,8 +69,7 @@ each: 2,400 overflow the usual 8 MB and end the process; 200 are safe in a threa
 def gbnf_to_lark(source: str, root: str = "root") -> str:
     """Convert a grammar to one of exactly the same texts: those that the rule `root` matches.
 
-    Raises:
-        ProtocolError: it is wrong, unsafe or too large; see `parse_gbnf`.
+    Raises `ProtocolError` if it is wrong, unsafe or too large; see `parse_gbnf`.
     """
     grammar = _without_tail_recursion(parse_gbnf(source, root))
     try:
@@ -152,11 +151,7 @@ class _Lexeme:
 
 
 class _Cut:
-    """Which nodes of the grammar are lexemes.
-
-    Args:
-        max_lexeme: the largest of them; but a single character always is one.
-    """
+    """Which nodes of the grammar are lexemes: of size `max_lexeme`, or less; or one character."""
 
     def __init__(self, grammar: GbnfGrammar, effort: _Effort, max_lexeme: int) -> None:
         self.grammar = grammar
@@ -387,15 +382,12 @@ class _Places:
 
 @attrs.frozen
 class _Overlap:
-    """What two lexemes have in common.
-
-    Attributes:
-        continues: where the one may end, the bytes with which the other may go on.
-        meets: whether a text matches both.
-    """
+    """What two lexemes have in common."""
 
     continues: int
+    """Where the one may end, the bytes with which the other may go on."""
     meets: bool
+    """Whether a text matches both."""
 
 
 class _Automaton:
@@ -542,7 +534,12 @@ class _Writer:
         if self._cut.is_empty(node):
             return '""'
         if lexeme := self._cut.lexeme(node):
-            return self._terminal(lexeme)
+            # One that may be empty is one that is not, or nothing.
+            regex = f"/{lexeme.text}/" + (" & /(?s:.)+/" if lexeme.nullable else "")
+            name = self._terminals.setdefault(regex, f"T{len(self._terminals)}")
+            if len(self._terminals) > MAX_LEXEMES:
+                raise ProtocolError(f"grammar: has more than {MAX_LEXEMES} different literals")
+            return name + ("?" if lexeme.nullable else "")
         match node:
             case Repetition(item, low, high):
                 inner = self._term(item)
@@ -553,14 +550,6 @@ class _Writer:
                 return self._rule(self._cut.grammar.rules[name])
             case _:
                 return self._rule(node)
-
-    def _terminal(self, lexeme: _Lexeme) -> str:
-        # A lexeme that may be empty is one that is not, or nothing.
-        regex = f"/{lexeme.text}/" + (" & /(?s:.)+/" if lexeme.nullable else "")
-        name = self._terminals.setdefault(regex, f"T{len(self._terminals)}")
-        if len(self._terminals) > MAX_LEXEMES:
-            raise ProtocolError(f"grammar: has more than {MAX_LEXEMES} different literals")
-        return name + ("?" if lexeme.nullable else "")
 
     def _rule(self, node: Node) -> str:
         if node not in self._names:

@@ -124,10 +124,6 @@ class _Steps:
     def slowness(self) -> float:
         return self.elapsed_s / self.usual_s
 
-    @property
-    def suggest_fewer(self) -> bool:
-        return self.waited_s >= WAITING * self.elapsed_s or self.slowness >= SLOW
-
 
 @attrs.define
 class _Trial:
@@ -147,7 +143,8 @@ class ThreadGovernor:
     def __init__(self, limit: int, *, adaptive: bool = True) -> None:
         self._limit = limit
         self._adaptive = adaptive and limit > 1
-        self._kept = limit
+        self.in_force = limit
+        """The number that has proved best so far."""
         self._trial: _Trial | None = None
         self._usual: dict[int, float] = {}  # seconds a row, by shape, with the kept number
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=128)
@@ -162,12 +159,7 @@ class ThreadGovernor:
     @property
     def n_threads(self) -> int:
         """For the next step: those in force, or others that are being tried."""
-        return self._kept if self._trial is None else self._trial.n_threads
-
-    @property
-    def in_force(self) -> int:
-        """The number that has proved best so far."""
-        return self._kept
+        return self.in_force if self._trial is None else self._trial.n_threads
 
     def observe(self, *, n_rows: int, elapsed_s: float, waited_s: float) -> None:
         """Learn from a step of `n_rows` tokens that was run with `n_threads`.
@@ -202,21 +194,22 @@ class ThreadGovernor:
         recent = self._newest_steps()
         if not recent.are_enough:
             return
-        if self._kept < self._limit and self._computed_s >= self._next_up_s:
-            more = min(self._limit, self._kept + self._stride)
+        if self.in_force < self._limit and self._computed_s >= self._next_up_s:
+            more = min(self._limit, self.in_force + self._stride)
             self._trial = _Trial(more, recent.slowness, NOT_WORSE * recent.slowness)
-        elif self._kept > 1:
-            suggested = recent.suggest_fewer and self._computed_s >= self._next_down_s
+        elif self.in_force > 1:
+            is_slow = recent.waited_s >= WAITING * recent.elapsed_s or recent.slowness >= SLOW
+            suggested = is_slow and self._computed_s >= self._next_down_s
             if suggested or self._may_explore(recent):
                 halve = suggested and self._halves
-                fewer = self._kept // 2 if halve else self._kept - self._stride
+                fewer = self.in_force // 2 if halve else self.in_force - self._stride
                 bound = BETTER * recent.slowness
                 self._trial = _Trial(fewer, recent.slowness, bound, is_suggested=suggested)
 
     @property
     def _stride(self) -> int:
         """One of a few, an eighth of many."""
-        return max(1, self._kept // 8)
+        return max(1, self.in_force // 8)
 
     def _newest_steps(self) -> _Steps:
         """As few of the newest steps as are enough."""
@@ -231,7 +224,7 @@ class ThreadGovernor:
         """Whether there is time for a trial that nothing suggests, even if it goes badly."""
         step_s = recent.elapsed_s / recent.n
         trial_s = max(TRIAL_S, step_s, min(LONG_TRIAL_S, TRIAL_STEPS * step_s))
-        at_worst_s = trial_s * (self._kept / (self._kept - self._stride) - 1)
+        at_worst_s = trial_s * (self.in_force / (self.in_force - self._stride) - 1)
         return self._regret_s + at_worst_s <= EXPLORED * self._computed_s
 
     def _observe_trial(
@@ -250,8 +243,8 @@ class ThreadGovernor:
             self._reject(trial)
 
     def _keep(self, trial: _Trial) -> None:
-        went_up = trial.n_threads > self._kept
-        self._kept, self._trial = trial.n_threads, None
+        went_up = trial.n_threads > self.in_force
+        self.in_force, self._trial = trial.n_threads, None
         self._usual.clear()
         self._recent.clear()
         self._pause_s = FIRST_PAUSE_S
@@ -260,7 +253,7 @@ class ThreadGovernor:
         self._next_up_s = self._computed_s + (0.0 if went_up else UP_PAUSE_S)
 
     def _reject(self, trial: _Trial) -> None:
-        went_up = trial.n_threads > self._kept
+        went_up = trial.n_threads > self.in_force
         done, self._trial = trial.steps, None
         regret_s = max(0.0, done.elapsed_s - trial.slowness_before * done.usual_s)
         self._regret_s += regret_s

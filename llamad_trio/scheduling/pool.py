@@ -63,8 +63,6 @@ class Pool:
         self._save_keys = count()
         self._saving: dict[int, tuple[int, ...]] = {}
 
-    # -- looking around -----------------------------------------------------------------
-
     @property
     def free_cells(self) -> int:
         """Cells nobody holds."""
@@ -252,8 +250,6 @@ class Pool:
         # What was planned and is not among them could not be saved.
         to_come = {op.key for op in self._ops if isinstance(op, Save)}
         self._saving = {key: tokens for key, tokens in self._saving.items() if key in to_come}
-
-    # -- inside -------------------------------------------------------------------------
 
     def _is_of_use(self, seq: int) -> bool:
         """Whether the sequence gives something to go on from that no other one gives."""

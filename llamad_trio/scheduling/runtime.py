@@ -70,16 +70,14 @@ class Runtime(Protocol):
     def compile(self, constraint: Constraint) -> CompiledConstraint:
         """Make a constraint ready for one request.  From any thread; may take seconds.
 
-        Raises:
-            ProtocolError: it does not compile, is unsafe, or no text satisfies it.
+        Raises `ProtocolError` if it does not compile, is unsafe, or no text satisfies it.
         """
         ...
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run one step, blocking.  Only on the lane.
 
-        Raises:
-            SessionFatal: the KV pool no longer matches the plan's books.
+        Raises `SessionFatal` if the KV pool no longer matches the plan's books.
         """
         ...
 
@@ -96,10 +94,8 @@ class Runtime(Protocol):
 class Scoring:
     """What is to be computed to score continuations of a prompt.
 
-    Attributes:
-        targets: of each continuation, the tokens that follow the prompt.
-        own: the tokens that follow it if nothing is continued.  There are such where text
-            and continuation meet within a token.
+    `targets` are the tokens of each that follow the prompt; `own` those that follow it if nothing
+    is continued.  There are such where text and continuation meet within a token.
     """
 
     prompt: Sequence[int]

@@ -543,8 +543,6 @@ class Scheduler:
         if run.has_sampler:
             self._old_samplers.append(run.id)
 
-    # -- looking around ---------------------------------------------------------------
-
     def _n_pending(self, run: Run) -> int:
         """Tokens that are not in the KV cache yet."""
         return len(run.tokens) - self._pool.length(run.seq)

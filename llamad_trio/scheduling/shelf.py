@@ -37,9 +37,8 @@ class _Entry:
 class Shelf:
     """Snapshots by number, within `max_bytes` of RAM; the least recently used give way.
 
-    Args:
-        has_disk: whether what leaves RAM can still be stored.
-        any_prefix: whether a part of a snapshot is of use, or only all of it.
+    With `has_disk`, what leaves RAM can still be stored; with `any_prefix`, a part of a snapshot
+    is of use, too.
     """
 
     def __init__(
@@ -74,8 +73,6 @@ class Shelf:
         """What an entry holds, used now; `None` if it must be read from disk first."""
         self._touch(key)
         return self._entries[key].snapshot
-
-    # -- changes --------------------------------------------------------------------------
 
     def put(self, snapshot: Snapshot) -> None:
         """Keep a snapshot, if it is wanted.  One larger than the shelf leaves at once."""
@@ -116,8 +113,6 @@ class Shelf:
         self._touch(key)
         self._shrink(beside=snapshot.n_bytes)
         entry.snapshot = snapshot
-
-    # -- inside ---------------------------------------------------------------------------
 
     def _add(self, tokens: tuple[int, ...], snapshot: Snapshot | None) -> int:
         key = next(self._keys)

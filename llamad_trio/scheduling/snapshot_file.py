@@ -74,15 +74,10 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes, *, manifest: str, n_file: int) -> Header:
-        """Read and check a header.
+        """Read and check a header: the first `HEADER_BYTES`, or more, of a file of `n_file` bytes.
 
-        Args:
-            data: at least the first `HEADER_BYTES` of the file.
-            manifest: digest (hex) the snapshot must belong to.
-            n_file: length of the whole file in bytes.
-
-        Raises:
-            BadSnapshotError: too short, foreign, of another version or identity, truncated.
+        Raises `BadSnapshotError` if it is too short, foreign, of another version or identity than
+        `manifest` (hex), or truncated.
         """
         if len(data) < HEADER_BYTES:
             raise BadSnapshotError("shorter than its header")
@@ -112,8 +107,7 @@ def encode(snapshot: Snapshot, *, manifest: str) -> tuple[bytes, bytes, bytes]:
 def decode(data: bytes, *, manifest: str) -> Snapshot:
     """The snapshot in the bytes of a whole file.
 
-    Raises:
-        BadSnapshotError: as `Header.parse`, or the checksum does not match.
+    Raises `BadSnapshotError` as `Header.parse`, and if the checksum does not match.
     """
     header = Header.parse(data, manifest=manifest, n_file=len(data))
     end = HEADER_BYTES + 4 * header.n_tokens

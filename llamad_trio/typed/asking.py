@@ -20,9 +20,8 @@ from llamad_trio.typed.text import description_of
 def as_request(request: Request | str, fields: Mapping[str, Any]) -> Request:
     """A request with some of its fields set, and its tools as `Tool`s.
 
-    Raises:
-        ProtocolError: unknown fields, wrong types, a function that makes no tool, two tools
-            of one name.
+    Raises `ProtocolError` for unknown fields, wrong types, a function that makes no tool, and
+    two tools of one name.
     """
     known = {field.name for field in attrs.fields(Request)}
     if unknown := fields.keys() - known:

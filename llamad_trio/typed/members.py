@@ -80,10 +80,8 @@ _QUALIFIERS = {"Required": True, "NotRequired": False, "ReadOnly": None, "Final"
 class Peeled:
     """A type without its annotations, and what they said.
 
-    Args:
-        metas: constraints on it, the outermost last.
-        description: for whoever produces a value of it.
-        required: whether it was `Required` or `NotRequired`; `None` for neither.
+    `metas` are constraints on it, the outermost last.  It was `required` if it was `Required`,
+    and not if `NotRequired`; `None` for neither.
     """
 
     base: object
@@ -116,11 +114,8 @@ class Peeled:
 class Member:
     """A field of a class, an item of a named tuple, a parameter of a function.
 
-    Args:
-        name: its key in JSON.
-        attribute: its name as a keyword argument of the class; `None` for a tag,
-            which the class does not take.
-        description: for whoever produces a value of it.
+    `name` is its key in JSON, `attribute` its name as a keyword argument of the class: `None`
+    for a tag, which the class does not take.
     """
 
     name: str
@@ -132,12 +127,7 @@ class Member:
 
 @attrs.frozen
 class Members:
-    """A class with known fields.
-
-    Args:
-        make: makes an instance from keyword arguments.
-        array: whether its JSON is an array, not an object.
-    """
+    """A class with known fields; its JSON is an object, or an array.  `make` takes keywords."""
 
     make: Callable[..., object]
     items: tuple[Member, ...]
@@ -274,10 +264,8 @@ def literal_values(kind: object) -> tuple[tuple[object, object], ...] | None:
 def resolve_hints(owner: object, where: str) -> dict[str, object]:
     """The type hints of a class, or of a function's parameters, with their annotations.
 
-    What a function returns may be hinted by a name that is known to type checkers only.
-
-    Raises:
-        ProtocolError: a hint that names something unknown.
+    A hint that names something unknown is a `ProtocolError`, but for what a function returns:
+    that may be a name that is known to type checkers only.
     """
     try:
         if isinstance(owner, type):
@@ -299,8 +287,7 @@ def resolve_hints(owner: object, where: str) -> dict[str, object]:
 def members_of(kind: object, where: str) -> Members | None:
     """The fields of a class; `None` if it is not of a sort that declares its fields.
 
-    Raises:
-        ProtocolError: a hint that cannot be read, or is not there.
+    Raises `ProtocolError` for a hint that cannot be read, or is not there.
     """
     cls = typing.get_origin(kind) or kind
     if not isinstance(cls, type):

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from llamad_trio.constraints.schema_keywords import FORMATS, SUPPORTED, holds
+from llamad_trio.constraints.schema_keywords import FORMATS, SUPPORTED, holds, parts_of
 from llamad_trio.constraints.schema_pattern import looks_around
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import JsonObject
@@ -128,13 +128,13 @@ class _Builder:
         """The whole schema: definitions used once stand where they are used."""
         uses: Counter[str] = Counter()
 
-        def count(schema: Schema) -> Schema:
-            name = reference(schema)
-            if name is not None:
-                uses[name] += 1
-                if uses[name] == 1:
-                    count(self._definitions[name])
-            return _with_parts(schema, count)
+        def count(schema: Schema) -> None:
+            for part, _ in parts_of(schema):
+                name = reference(part)
+                if name is not None:
+                    uses[name] += 1
+                    if uses[name] == 1:
+                        count(self._definitions[name])
 
         def inline(schema: Schema) -> Schema:
             name = reference(schema)

@@ -82,7 +82,7 @@ async def test_another_number_is_used_told_and_counted(
         assert measured["elapsed_s"] > 0
         n_observed += 1
         if n_observed == 4:
-            threads._decode._kept = 1
+            threads._decode.in_force = 1
 
     monkeypatch.setattr(ComputeThreads, "observe", observe_and_change)
     config = EngineConfig(n_threads=2, n_threads_batch=2, adaptive_threads=False)
