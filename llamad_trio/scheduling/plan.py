@@ -1,4 +1,4 @@
-"""The messages between the scheduler and whatever computes a step, sampling's numbers among them."""
+"""The messages between the scheduler and whatever computes a step; a sampler's numbers."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def checked_texts(name: str, texts: Iterable[str]) -> list[str]:
 
 
 def typed_request(request: Request, kind: object, *, describe: bool) -> Request:
-    """The request, which has no constraint, constrained to JSON of a type; `None` leaves it as it is.
+    """The request, which must have no constraint, constrained to JSON of a type.
 
-    With `describe`, the end of the prompt tells the model what to write.
+    `None` leaves it as it is.  With `describe`, the end of the prompt tells what to write.
 
     Raises:
         ProtocolError: a type that has no schema, a constraint, no prompt of text to add to,
