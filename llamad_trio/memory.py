@@ -56,10 +56,9 @@ async def estimate_memory(
             what it needs.
         ProtocolError: a setting of the wrong type, or an unknown one.
     """
-    merged = EngineConfig.merge(config, overrides)
+    merged = await proven_config(EngineConfig.merge(config, overrides), model)
     # Not a place in Trio's default limiter: the application's threads go on as before.
     limiter = trio.CapacityLimiter(1)
-    merged = await proven_config(merged, model)
     return await trio.to_thread.run_sync(_estimate, model, merged, limiter=limiter)
 
 

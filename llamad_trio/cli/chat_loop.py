@@ -56,28 +56,21 @@ class _Opened:
     close: trio.Event
 
 
+@attrs.define(eq=False)
 class ChatLoop:
     """One conversation, with engines by the names of their models; `None` is the default one.
 
     `fields` are `Request` fields for every answer.
     """
 
-    def __init__(
-        self,
-        open_engine: EngineOpener,
-        reader: Reader,
-        screen: Screen,
-        conversation: Conversation,
-        fields: Mapping[str, Any],
-    ) -> None:
-        self._open_engine = open_engine
-        self._reader = reader
-        self._screen = screen
-        self._conversation = conversation
-        self._fields = fields
-        self._under_way = new_scope()
-        self._outlives_interrupts = False
-        self._status = 0
+    _open_engine: EngineOpener
+    _reader: Reader
+    _screen: Screen
+    _conversation: Conversation
+    _fields: Mapping[str, Any]
+    _under_way: trio.CancelScope = attrs.field(init=False, factory=new_scope)
+    _outlives_interrupts: bool = attrs.field(init=False, default=False)
+    _status: int = attrs.field(init=False, default=0)
 
     async def run(self, model: str | None) -> int:
         """Open `model`, talk until the reader ends, and return the exit status.

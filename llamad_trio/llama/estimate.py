@@ -61,7 +61,10 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     check_file(path)
     layout = gguf.read_layout(path)
     backend.start()  # which takes over the log that is listened to
-    with _listen_to_log() as heard, closing(_read_without_weights(path, config)) as model:
+    params = model_params(config)
+    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+    params.no_alloc = True  # a model that cannot compute, and whose context has no memory
+    with _listen_to_log() as heard, closing(read_model(path, params)) as model:
         with closing(open_context(model, config, n_cores)) as context:
             config = context.config
         n_scores = _n_scores(model, config)
@@ -70,7 +73,11 @@ def estimate(path: Path, config: EngineConfig, n_cores: int) -> MemoryEstimate:
     pool, compute = _sizes(_POOL, said), _sizes(_COMPUTE, said)
     if not pool or not compute:
         raise UnsupportedFeature("a memory estimate", "this llama.cpp does not tell what it needs")
-    layouts = [layout, *map(gguf.read_layout, _other_files(path, layout.n_files))]
+    # llama.cpp has found the other files of a split model to be there.
+    n_files = layout.n_files
+    stem = path.name.removesuffix(f"-00001-of-{n_files:05}.gguf")
+    names = [f"{stem}-{n:05}-of-{n_files:05}.gguf" for n in range(2, n_files + 1)]
+    layouts = [layout, *(gguf.read_layout(path.with_name(name)) for name in names)]
     n_cells = sum(map(int, _CELLS.findall(said)))
     return MemoryEstimate(
         weights_bytes=_weights_bytes(layouts, uses_mmap=config.use_mmap is not False),
@@ -90,14 +97,6 @@ def _overhead_bytes(layout: gguf.Layout, config: EngineConfig, n_cells: int) -> 
         + RESIDENT_TOKEN_BYTES * config.n_ctx
         + (config.prompt_cache_ram_bytes if config.kv_cache else 0)
     )
-
-
-def _read_without_weights(path: Path, config: EngineConfig) -> LlamaModel:
-    """A model that cannot compute, and whose context has no memory."""
-    params = model_params(config)
-    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
-    params.no_alloc = True
-    return read_model(path, params)
 
 
 def _n_scores(model: LlamaModel, config: EngineConfig) -> int:
@@ -153,12 +152,6 @@ def _listen_to_log() -> Iterator[list[bytes]]:
 
 
 # -- the weights ----------------------------------------------------------------------------
-
-
-def _other_files(path: Path, n_files: int) -> list[Path]:
-    """The files of a split model beside the first, which llama.cpp has found to be there."""
-    stem = path.name.removesuffix(f"-00001-of-{n_files:05}.gguf")
-    return [path.with_name(f"{stem}-{n:05}-of-{n_files:05}.gguf") for n in range(2, n_files + 1)]
 
 
 def _weights_bytes(files: Sequence[gguf.Layout], *, uses_mmap: bool) -> int:

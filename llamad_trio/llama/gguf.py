@@ -221,7 +221,14 @@ _MAX_DIMENSIONS = 4
 
 def _read_layout(reader: _Reader) -> Layout:
     numbers = _read_values(reader)
-    infos = [_read_tensor_info(reader) for _ in range(reader.n_tensors)]
+    infos = []  # of each tensor: name, shape, type, and offset from where the tensors begin
+    for _ in range(reader.n_tensors):
+        name = reader.string().decode(errors="replace")
+        n_dimensions = reader.integer("<I")
+        if n_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {n_dimensions} dimensions")
+        shape = tuple(reader.integer() for _ in range(n_dimensions))
+        infos.append((name, shape, reader.integer("<I"), reader.integer()))
     alignment = numbers.get("general.alignment", _DEFAULT_ALIGNMENT)
     if alignment <= 0:
         raise ValueError(f"the tensors are aligned to {alignment} bytes")
@@ -242,13 +249,3 @@ def _read_layout(reader: _Reader) -> Layout:
         n_merges=numbers.get("tokenizer.ggml.merges", 0),
         n_files=max(1, numbers.get("split.count", 1)),
     )
-
-
-def _read_tensor_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type, and offset from where the tensors begin."""
-    name = reader.string().decode(errors="replace")
-    n_dimensions = reader.integer("<I")
-    if n_dimensions > _MAX_DIMENSIONS:
-        raise ValueError(f"tensor {name!r} has {n_dimensions} dimensions")
-    shape = tuple(reader.integer() for _ in range(n_dimensions))
-    return name, shape, reader.integer("<I"), reader.integer()

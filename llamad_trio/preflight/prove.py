@@ -38,7 +38,7 @@ _PASSED_ON = (
     "type_v",
 )
 
-_one_at_a_time: RunVar[trio.Lock] = RunVar("llamad_trio preflight")
+_one_at_a_time: RunVar[trio.Lock | None] = RunVar("llamad_trio preflight", None)
 _known: dict[str, Verdict] = {}  # of this process, where there is no place to keep them
 _told: set[str] = set()
 
@@ -75,7 +75,11 @@ async def _verdict(config: EngineConfig) -> tuple[str, Verdict]:
     # Not a place in Trio's default limiter: the application's threads go on as before.
     in_thread = partial(trio.to_thread.run_sync, limiter=trio.CapacityLimiter(1))
     key: str = await in_thread(store.key_of, {**settings, "extra": extra})
-    async with _lock():
+    lock = _one_at_a_time.get()
+    if lock is None:
+        lock = trio.Lock()
+        _one_at_a_time.set(lock)
+    async with lock:
         verdict = _known.get(key) or await in_thread(store.recall, key)
         if verdict is None:
             verdict = await try_llama_cpp(settings, extra)
@@ -92,15 +96,6 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     settings = {name: getattr(config, name) for name in _PASSED_ON}
     n_threads = config.n_threads or cores
     return {**settings, "n_threads": n_threads, "n_threads_batch": config.n_threads_batch or cores}
-
-
-def _lock() -> trio.Lock:
-    try:
-        return _one_at_a_time.get()
-    except LookupError:
-        lock = trio.Lock()
-        _one_at_a_time.set(lock)
-        return lock
 
 
 def _tell_once(key: str, text: str) -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -121,10 +121,8 @@ def _lines(said: bytearray) -> list[dict[str, Any]]:
     """What was told; a line that was cut off is none."""
     lines = []
     for line in said.splitlines():
-        try:
+        with suppress(ValueError):
             told = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(told, dict):
-            lines.append(told)
+            if isinstance(told, dict):
+                lines.append(told)
     return lines

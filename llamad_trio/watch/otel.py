@@ -153,13 +153,20 @@ class EngineTelemetry:
         from opentelemetry.context import get_current
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
+        attributes = dict(common)
+        if isinstance(event, RequestFinished):
+            attributes["gen_ai.usage.input_tokens"] = event.prompt_tokens
+            attributes["gen_ai.usage.output_tokens"] = event.generated_tokens
+            attributes["gen_ai.usage.cache_read.input_tokens"] = event.cached_tokens
+            if event.kind not in ONLY_READ:
+                attributes["gen_ai.response.finish_reasons"] = (event.finish_reason,)
         asked_in = None if event.context is None else event.context.run(get_current)
         end_s = time.time() - (trio.current_time() - event.time)
         span = self._tracer.start_span(
             f"{common['gen_ai.operation.name']} {common['gen_ai.request.model']}",
             context=asked_in,
             kind=SpanKind.INTERNAL,  # the model runs in this process
-            attributes={**common, **_usage(event)},
+            attributes=attributes,
             start_time=_nanoseconds(end_s - event.duration_s),
         )
         if isinstance(event, RequestFinished) and event.generated_tokens:
@@ -168,19 +175,6 @@ class EngineTelemetry:
         if isinstance(event, RequestFailed):
             span.set_status(Status(StatusCode.ERROR, str(event.error)))
         span.end(_nanoseconds(end_s))
-
-
-def _usage(event: End) -> dict[str, Value]:
-    if not isinstance(event, RequestFinished):
-        return {}
-    usage: dict[str, Value] = {
-        "gen_ai.usage.input_tokens": event.prompt_tokens,
-        "gen_ai.usage.output_tokens": event.generated_tokens,
-        "gen_ai.usage.cache_read.input_tokens": event.cached_tokens,
-    }
-    if event.kind not in ONLY_READ:
-        usage["gen_ai.response.finish_reasons"] = (event.finish_reason,)
-    return usage
 
 
 def _nanoseconds(seconds: float) -> int:
