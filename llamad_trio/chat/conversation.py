@@ -16,8 +16,7 @@ from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
-from llamad_trio.chat.tools.lark import quoted
-from llamad_trio.chat.tools.writing import tool_dict
+from llamad_trio.chat.tools.lark import quoted, tool_dict
 from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
 from llamad_trio.core.errors import LlamadError, ProtocolError, UnsupportedFeature

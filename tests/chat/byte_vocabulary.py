@@ -6,8 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 
-from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, Mistral
 from llamad_trio.constraints.compiler import Compiler, Matcher
 from llamad_trio.constraints.constraint import Constraint
 from tests import matching

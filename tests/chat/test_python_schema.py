@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.chat.tools.lfm2 import Lfm2
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, Lfm2
 from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.tools import Tool, ToolCall
 from tests.matching import compiled, takes

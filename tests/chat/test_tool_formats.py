@@ -14,9 +14,8 @@ from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser
 from llamad_trio.chat.template import ChatTemplate
 from llamad_trio.chat.tools.base import ToolFormat
-from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
-from llamad_trio.chat.tools.mistral import Mistral
-from llamad_trio.chat.tools.writing import tool_dict
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, Mistral, detect_tool_format
+from llamad_trio.chat.tools.lark import tool_dict
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall

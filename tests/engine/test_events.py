@@ -26,8 +26,7 @@ from llamad_trio import (
     ToolCallDelta,
     ToolCallStart,
 )
-from llamad_trio.chat.tools.formats import TOOL_FORMATS
-from llamad_trio.chat.tools.mistral import Mistral
+from llamad_trio.chat.tools.formats import TOOL_FORMATS, Mistral
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.support import read_all, until
 

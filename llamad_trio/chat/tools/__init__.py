@@ -1,1 +1,1 @@
-"""Tool-call syntaxes: one small module for each family of models."""
+"""Tool-call syntaxes: what each family of models writes, as text, as a grammar, and read again."""

@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from llamad_trio.chat.reasoning import ReasoningTags
-from llamad_trio.chat.tools.lark import TEXT, LarkRules, Marker, tools_of_choice
+from llamad_trio.chat.tools.lark import TEXT, LarkRules, Marker, tool_dict, tools_of_choice
 from llamad_trio.chat.tools.literal import Scan
 from llamad_trio.chat.tools.scan import CallSink
-from llamad_trio.chat.tools.writing import tool_dict
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 

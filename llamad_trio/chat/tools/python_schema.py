@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llamad_trio.chat.tools.lark import LarkRules, json_expr, quoted
-from llamad_trio.chat.tools.writing import json_text, python_text
+from llamad_trio.chat.tools.lark import LarkRules, json_expr, json_text, python_text, quoted
 from llamad_trio.constraints.constraint import MAX_SOURCE_BYTES
 from llamad_trio.constraints.schema_keywords import (
     SUPPORTED,

@@ -96,7 +96,7 @@ def expect_after_space(text: str) -> Scan[None]:
     yield from expect(text[1:])
 
 
-def take_while(is_part: Callable[[str], bool], char: str, most: int) -> Scan[tuple[str, str]]:
+def take_while(is_part: Callable[[str], object], char: str, most: int) -> Scan[tuple[str, str]]:
     """Return what begins with `char`, of at most so many characters, and the one behind it."""
     chars: list[str] = []
     while is_part(char) and len(chars) < most:
