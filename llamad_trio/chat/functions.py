@@ -10,7 +10,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from jinja2.filters import FILTERS
@@ -114,10 +114,6 @@ def is_in(value: object, container: Any) -> bool:
     return operator.contains(container, value)
 
 
-def _join(value: Iterable[object], d: str = "") -> str:
-    return d.join(map(str, value))
-
-
 def _format(template: str, *args: object, **kwargs: object) -> str:
     if not _PLAIN_FORMAT.fullmatch(template):
         raise ValueError("a format may only have fields such as {}, {0} and {name}")
@@ -188,7 +184,7 @@ METHODS: Mapping[type, Mapping[str, Function]] = {
 }
 
 TEMPLATE_FILTERS = _with_checks(
-    {**FILTERS, "join": _join, "tojson": _tojson},
+    {**FILTERS, "join": lambda value, d="": d.join(map(str, value)), "tojson": _tojson},
     {
         None: "abs count d default first last length",
         _check_product: "capitalize lower replace safe string trim upper",

@@ -44,16 +44,13 @@ class _TokenTexts:
         """The text, with a sentinel in each token's text, and where one may be half of it."""
         if self._candidate is None or not text:
             return text
-        cuts = sorted({*self._inside(text, self._candidate), *self._edges(text)})
-        return sentinel.join(text[i:j] for i, j in pairwise([0, *cuts, len(text)]))
-
-    def _inside(self, text: str, candidate: re.Pattern[str]) -> Iterator[int]:
-        """Behind the first character of each token's text."""
-        for found in candidate.finditer(text):
+        cuts = set(self._edges(text))
+        for found in self._candidate.finditer(text):
             start = found.start()
             lengths = self._lengths.get(text[start : start + 2], ())
             if any(text[start : start + n] in self._texts for n in lengths):
-                yield start + 1
+                cuts.add(start + 1)
+        return sentinel.join(text[i:j] for i, j in pairwise([0, *sorted(cuts), len(text)]))
 
     def _edges(self, text: str) -> Iterator[int]:
         """Where half of a token's text is at an end, also without the whitespace there, which

@@ -8,7 +8,7 @@ import attrs
 
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.core.request import Message
-from llamad_trio.core.tools import Tool, ToolCall
+from llamad_trio.core.tools import Tool
 
 
 def reads_tool_calls(template_source: str) -> bool:
@@ -27,9 +27,17 @@ def message_dict(message: Message, *, calls_as: ToolFormat | None = None) -> dic
     """
     fields: dict[str, object] = {"role": message.role, "content": message.content}
     if message.tool_calls and calls_as is not None:
-        fields["content"] = _with_calls(message, calls_as)
+        calls = calls_as.write_calls(message.tool_calls)
+        fields["content"] = f"{message.content}\n{calls}" if message.content else calls
     elif message.tool_calls:
-        fields["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -74,16 +82,3 @@ def plain_messages(
 
 def _user(results: Iterable[str]) -> dict[str, object]:
     return {"role": "user", "content": "\n".join(results)}
-
-
-def _with_calls(message: Message, tool_format: ToolFormat) -> str:
-    calls = tool_format.write_calls(message.tool_calls)
-    return f"{message.content}\n{calls}" if message.content else calls
-
-
-def _call_dict(call: ToolCall) -> dict[str, object]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }

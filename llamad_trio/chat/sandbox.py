@@ -235,12 +235,11 @@ def _written(_context: Context, value: object) -> str:
 
 
 class _Namespace(Namespace):
+    def __init__(self, /, *args: Any, **kwargs: object) -> None:
+        super().__init__(_dict(*args, **kwargs))
+
     def __repr__(self) -> str:
         return "<Namespace>"  # not what it holds, which may be itself
-
-
-def _namespace(*args: Any, **kwargs: object) -> Namespace:
-    return _Namespace(_dict(*args, **kwargs))
 
 
 def _dict(*args: Any, **kwargs: object) -> Any:
@@ -269,7 +268,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.filters = TEMPLATE_FILTERS | _REPORTS
         self.tests = dict(TEMPLATE_TESTS)
-        self.globals = {"dict": _dict, "namespace": _namespace, "range": safe_range, **functions}
+        self.globals = {"dict": _dict, "namespace": _Namespace, "range": safe_range, **functions}
 
     def compile_source(self, source: str) -> jinja2.Template:
         """A template that reports to the current meter."""

@@ -17,12 +17,7 @@ from typing import NoReturn
 import attrs
 import jinja2
 
-from llamad_trio.chat.meter import (
-    FULL,
-    RenderLimits,
-    current_meter,
-    metering,
-)
+from llamad_trio.chat.meter import FULL, RenderLimits, current_meter, metering
 from llamad_trio.chat.sandbox import Sandbox
 from llamad_trio.core.errors import ProtocolError, UnsupportedFeature
 
@@ -107,9 +102,8 @@ class ChatTemplate:
         except ProtocolError:
             raise
         except _Refusal as refusal:
-            raise ProtocolError(
-                f"the chat template refused the messages: {_describe(refusal)}"
-            ) from refusal
+            reason = f"the chat template refused the messages: {_describe(refusal)}"
+            raise ProtocolError(reason) from refusal
         except Exception as error:
             raise ProtocolError(f"the chat template failed: {_describe(error)}") from error
 

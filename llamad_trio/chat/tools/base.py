@@ -81,11 +81,9 @@ class ToolFormat(ABC):
         """Return a complete grammar of the replies that llguidance shall allow.
 
         Args:
-            choice: `"required"`, or a tool's name, for calls and nothing else;
-                `"auto"` for free text up to the opening marker, and from there
-                on a call.
-            parallel: whether there may be more than one call.  A single call
-                ends the reply.
+            choice: `"required"`, or a tool's name, for calls and nothing else; `"auto"` for
+                free text up to the opening marker, and from there on a call.
+            parallel: whether there may be more than one call.  A single call ends the reply.
             marker: gives a marker's text as a Lark expression.
             reasoning: the tags of reasoning that may come before calls, where there
                 is no free text to have it in.
@@ -103,16 +101,17 @@ class ToolFormat(ABC):
         else:
             start = self._only_calls(rules, parallel=parallel)
             if reasoning is not None:
-                start = f"{_reasoning_or_nothing(rules, reasoning)} {start}"
+                thought = rules.text_up_to(reasoning.close, "thought")
+                rules.rule("SPACE", r"/[ \t\r\n]{1,4}/")  # small models never stop writing it
+                start = f"({rules.marker(reasoning.open)} {thought} SPACE?)? {start}"
         return rules.source(start)
 
     def _only_calls(self, rules: LarkRules, *, parallel: bool) -> str:
         """Return the expression of a reply that is calls."""
-        opener = rules.marker(self.opener)
-        more = ""
+        calls = f"{rules.marker(self.opener)} calls"
         if parallel and self._between is not None:
-            more = f" ({self._between} {opener} calls)*"
-        return f"{opener} calls{more}"
+            return f"{calls} ({self._between} {calls})*"
+        return calls
 
     def _text_or_calls(self, rules: LarkRules, *, parallel: bool, free: Sequence[str]) -> str:
         """Return the expression of a reply that may be text, calls, or both."""
@@ -127,9 +126,3 @@ class ToolFormat(ABC):
     @abstractmethod
     def _calls(self, rules: LarkRules, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the expression of what follows an opening marker."""
-
-
-def _reasoning_or_nothing(rules: LarkRules, tags: ReasoningTags) -> str:
-    thought = rules.text_up_to(tags.close, "thought")
-    rules.rule("SPACE", r"/[ \t\r\n]{1,4}/")  # small models never stop writing it
-    return f"({rules.marker(tags.open)} {thought} SPACE?)?"

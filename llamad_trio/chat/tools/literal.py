@@ -43,19 +43,16 @@ class Malformed(Exception):
 
 @attrs.frozen
 class Dialect:
-    """What differs between the two languages.
-
-    Args:
-        words: the constants, and what each is in JSON.
-        quotes: the characters that begin, and end, a string.
-        string: follows a string's inside up to its closing quote.
-        trailing_comma: whether a comma may come before a closing bracket.
-    """
+    """What differs between the two languages."""
 
     words: dict[str, str]
+    """The constants, and what each is in JSON."""
     quotes: str
+    """The characters that begin, and end, a string."""
     string: Callable[[str, Write], Scan[None]]
+    """Follows a string's inside up to its closing quote."""
     trailing_comma: bool
+    """Whether a comma may come before a closing bracket."""
 
 
 def skip_space(char: str = "", write: Write = lambda _: None) -> Scan[str]:
@@ -81,7 +78,11 @@ def literal(dialect: Dialect, char: str, write: Write) -> Scan[str]:
     closers: list[str] = []  # of the collections that are open
     while True:
         if char in _CLOSERS:
-            char = yield from _open(closers, char, write)
+            if len(closers) == _MAX_DEPTH:
+                raise Malformed
+            write(char)
+            closers.append(_CLOSERS[char])
+            char = yield from skip_space(write=write)
             is_complete = char == closers[-1]
         else:
             char = yield from skip_space((yield from _scalar(dialect, char, write)), write)
@@ -91,16 +92,11 @@ def literal(dialect: Dialect, char: str, write: Write) -> Scan[str]:
         if not closers:
             return ""
         if closers[-1] == "}":
-            char = yield from _key(dialect, char, write)
-
-
-def _open(closers: list[str], char: str, write: Write) -> Scan[str]:
-    """Follow the bracket `char`; return the character after it."""
-    if len(closers) == _MAX_DEPTH:
-        raise Malformed
-    write(char)
-    closers.append(_CLOSERS[char])
-    return (yield from skip_space(write=write))
+            yield from _string(dialect, char, write)
+            if (yield from skip_space(write=write)) != ":":
+                raise Malformed
+            write(":")
+            char = yield from skip_space(write=write)
 
 
 def _close(dialect: Dialect, closers: list[str], char: str, write: Write) -> Scan[str]:
@@ -124,23 +120,6 @@ def _close(dialect: Dialect, closers: list[str], char: str, write: Write) -> Sca
         char = yield from skip_space(write=write)
 
 
-def _key(dialect: Dialect, char: str, write: Write) -> Scan[str]:
-    """Follow a key that begins with `char`, and its colon; return the character after it."""
-    yield from _string(dialect, char, write)
-    if (yield from skip_space(write=write)) != ":":
-        raise Malformed
-    write(":")
-    return (yield from skip_space(write=write))
-
-
-def _scalar(dialect: Dialect, char: str, write: Write) -> Scan[str]:
-    """Follow a string, a number or a word; return as `literal` does."""
-    if char in _ATOM_CHARS:
-        return (yield from _atom(dialect, char, write))
-    yield from _string(dialect, char, write)
-    return ""
-
-
 def _string(dialect: Dialect, char: str, write: Write) -> Scan[None]:
     if char not in dialect.quotes:
         raise Malformed
@@ -149,8 +128,11 @@ def _string(dialect: Dialect, char: str, write: Write) -> Scan[None]:
     write('"')
 
 
-def _atom(dialect: Dialect, char: str, write: Write) -> Scan[str]:
-    """Follow a number or a word; return the character after it."""
+def _scalar(dialect: Dialect, char: str, write: Write) -> Scan[str]:
+    """Follow a string, a number or a word; return as `literal` does."""
+    if char not in _ATOM_CHARS:
+        yield from _string(dialect, char, write)
+        return ""
     chars: list[str] = []
     while char in _ATOM_CHARS:
         chars.append(char)
@@ -158,12 +140,9 @@ def _atom(dialect: Dialect, char: str, write: Write) -> Scan[str]:
             raise Malformed
         char = yield
     atom = "".join(chars)
-    if atom in dialect.words:
-        write(dialect.words[atom])
-    elif _NUMBER.fullmatch(atom):
-        write(atom)
-    else:
+    if atom not in dialect.words and not _NUMBER.fullmatch(atom):
         raise Malformed
+    write(dialect.words.get(atom, atom))
     return char
 
 
