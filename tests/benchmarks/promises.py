@@ -25,12 +25,7 @@ from llamad_trio import Engine, Request, open_engine
 from llamad_trio.bench import TEXT
 from llamad_trio.bench.prefix import run_prefix_bench
 from llamad_trio.bench.speed import run_bench
-from tests.benchmarks.constrained import (
-    constrained_streams,
-    fixed_keys,
-    gbnf_factor,
-    schema_ratio,
-)
+from tests.benchmarks.constrained import constrained_streams, fixed_keys, gbnf_factor, schema_ratio
 from tests.benchmarks.daemon import killed_client, socket_latency, socket_ratio
 from tests.benchmarks.events import events_cost
 from tests.benchmarks.facades import blocking_ratio

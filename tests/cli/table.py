@@ -11,11 +11,7 @@ from typing import Any
 import trio
 import trio.testing
 
-from llamad_trio import (
-    Engine,
-    EngineLike,
-    ModelLoadError,
-)
+from llamad_trio import Engine, EngineLike, ModelLoadError
 from llamad_trio.cli.chat_loop import ChatLoop
 from llamad_trio.cli.chat_terminal import Key, Screen
 from llamad_trio.cli.history import Conversation

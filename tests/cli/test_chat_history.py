@@ -6,11 +6,7 @@ import json
 
 import pytest
 
-from llamad_trio import (
-    Completion,
-    Message,
-    ProtocolError,
-)
+from llamad_trio import Completion, Message, ProtocolError
 from llamad_trio.cli.history import Command, Conversation, PartialReply, Say, parse, visible
 
 

@@ -23,12 +23,7 @@ import trio
 import trio.testing
 from click.testing import CliRunner
 
-from llamad_trio import (
-    EngineLike,
-    EngineSpec,
-    connect,
-    serve_unix,
-)
+from llamad_trio import EngineLike, EngineSpec, connect, serve_unix
 from llamad_trio.cli.generate import chat_command
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_models

@@ -73,10 +73,7 @@ def daemon(
 ) -> DaemonStats:
     model = ModelStats(info=info, config=config, stats=attrs.evolve(STATS, **stats))
     return DaemonStats(
-        uptime_s=uptime_s,
-        connections=2,
-        default="small",
-        models=MappingProxyType({"small": model}),
+        uptime_s=uptime_s, connections=2, default="small", models=MappingProxyType({"small": model})
     )
 
 
@@ -126,11 +123,7 @@ def test_a_model_that_is_not_ready_is_a_line_with_its_state() -> None:
 
 def test_a_daemon_with_nothing_loaded_is_shown() -> None:
     current = attrs.evolve(daemon(), models={}, states={"lazy": "loading"})
-    assert drawn(None, current) == [
-        "up 0:01:40, 2 connections, 1 model",
-        "",
-        "lazy loading",
-    ]
+    assert drawn(None, current) == ["up 0:01:40, 2 connections, 1 model", "", "lazy loading"]
 
 
 HALF = {"free": 256, "prefill": 0, "decode": 256, "paused": 0}

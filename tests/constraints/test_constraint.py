@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llamad_trio.constraints.constraint import (
-    MAX_SOURCE_BYTES,
-    Constraint,
-    check_constraint,
-)
+from llamad_trio.constraints.constraint import MAX_SOURCE_BYTES, Constraint, check_constraint
 from llamad_trio.constraints.schema_vetting import MAX_DEPTH, MAX_MULTIPLE, depth_bound
 from llamad_trio.core.errors import ProtocolError
 from tests.effort import assert_linear
@@ -244,10 +240,7 @@ HOSTILE: dict[str, tuple[Callable[[int], str], int]] = {
     "an open pattern": (lambda n: JSON({"pattern": "(" * n}), 250_000),
     "a pattern of classes": (lambda n: JSON({"pattern": "[" * n}), 250_000),
     "a pattern of quantifiers": (lambda n: JSON({"pattern": "a{1,9}" * n}), 40_000),
-    "many multiples": (
-        lambda n: JSON({"anyOf": [{"multipleOf": i + 2} for i in range(n)]}),
-        8_000,
-    ),
+    "many multiples": (lambda n: JSON({"anyOf": [{"multipleOf": i + 2} for i in range(n)]}), 8_000),
     "many patterns": (
         lambda n: JSON({"patternProperties": {f"a{i:05}": True for i in range(n)}}),
         15_000,

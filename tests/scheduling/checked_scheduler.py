@@ -13,25 +13,12 @@ from typing import Any
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
-from llamad_trio.scheduling.pacing import ComputeThreads
-from llamad_trio.scheduling.plan import (
-    Copy,
-    MemoryOp,
-    Prepared,
-    StepPlan,
-    StepResult,
-    StepStatus,
-)
+from llamad_trio.scheduling.plan import Copy, MemoryOp, Prepared, StepPlan, StepResult, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.scheduler import MIN_SHARED_TOKENS, Scheduler
-from tests.scheduling.fake_memory import (
-    Cell,
-    EndlessModel,
-    FakeMemory,
-    FakeModel,
-    n_cells,
-)
+from llamad_trio.scheduling.pacing import ComputeThreads
+from tests.scheduling.fake_memory import Cell, EndlessModel, FakeMemory, FakeModel, n_cells
 from tests.scheduling.oracles import longest_prefix, n_common
 from tests.scheduling.tracked import Tracked, sampling
 
@@ -191,11 +178,7 @@ class CheckedScheduler:
         assert plan is not None
         n_retained = len(self.pool._retained)
         result = self.memory.run(
-            plan,
-            status=status,
-            failing=failing,
-            failing_copies=failing_copies,
-            elapsed_s=elapsed_s,
+            plan, status=status, failing=failing, failing_copies=failing_copies, elapsed_s=elapsed_s
         )
         self._count(plan, result)
         scored = self._scored()

@@ -25,12 +25,7 @@ THE_END = Sampled(END, b"</s>", ends=True)
 
 def run_of(max_tokens: int = 100, stop: Sequence[str] = (), *, streams: bool = True) -> Run:
     prepared = Prepared(
-        id=1,
-        tokens=(5, 5),
-        max_tokens=max_tokens,
-        sampling=sampling(),
-        stop=stop,
-        streams=streams,
+        id=1, tokens=(5, 5), max_tokens=max_tokens, sampling=sampling(), stop=stop, streams=streams
     )
     return Run(prepared, arrival=1)
 
@@ -99,13 +94,7 @@ def complete(piece: bytes, *forced: bytes) -> Sampled:
         ([forcing(b"a"), forcing(b"b")], {"streams": False, "max_tokens": 2}, [], "length", 2),
         # Forced tokens come in one piece with the sampled one.
         ([forcing(b"{", b"a", b":"), forcing(b"}"), THE_END], {}, ["{a:", "}"], "stop", 5),
-        (
-            [forcing(SMILE[:1], SMILE[1:3]), forcing(SMILE[3:]), THE_END],
-            {},
-            ["🙂"],
-            "stop",
-            4,
-        ),
+        ([forcing(SMILE[:1], SMILE[1:3]), forcing(SMILE[3:]), THE_END], {}, ["🙂"], "stop", 4),
         ([forcing(b"a", b"b", b"c", b"d")], {"max_tokens": 2}, ["ab"], "length", 2),
         ([forcing(b"a", b"b", b"c")], {"max_tokens": 3}, ["abc"], "length", 3),
         # A stop sequence ends the text before it, also in the middle of what was forced.

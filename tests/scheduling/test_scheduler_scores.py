@@ -40,11 +40,7 @@ def test_each_target_is_scored_after_its_own_token_in_order() -> None:
     request = books.submit(TEXT[:20], max_tokens=0, targets=(7, 8, 9))
     books.drain()
     finished = books.finished(request)
-    assert finished.scores == (
-        score(TEXT[:18], 7),
-        score(TEXT[:19], 8),
-        score(TEXT[:20], 9),
-    )
+    assert finished.scores == (score(TEXT[:18], 7), score(TEXT[:19], 8), score(TEXT[:20], 9))
     assert (finished.text, finished.generated_tokens) == ("", 0)
     assert (finished.finish_reason, finished.logprobs) == ("length", ())
 

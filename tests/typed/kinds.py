@@ -251,21 +251,11 @@ CASES: list[tuple[object, object, object]] = [
         Add("add", 1, Multiply("multiply", 2, 3)),
         {"kind": "add", "left": 1, "right": {"kind": "multiply", "left": 2, "right": 3}},
     ),
-    (
-        Tree,
-        Tree((Leaf(1), Tree(()))),
-        {"children": [{"leaf": 1}, {"children": []}]},
-    ),
+    (Tree, Tree((Leaf(1), Tree(()))), {"children": [{"leaf": 1}, {"children": []}]}),
     (
         Document,
         Document(
-            [Point(1)],
-            Size(1),
-            {"title": "t"},
-            Pair(1),
-            Circle(1.0),
-            {Color.RED: {1}},
-            Leaf(3),
+            [Point(1)], Size(1), {"title": "t"}, Pair(1), Circle(1.0), {Color.RED: {1}}, Leaf(3)
         ),
         {
             "points": [{"x": 1}],

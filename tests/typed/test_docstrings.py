@@ -105,15 +105,7 @@ def test_what_is_no_entry_continues_the_one_above() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "    x ({})",
-        "    {}x",
-        "    {}",
-        ":param {}",
-        ":param x {}:",
-        ":param:{}",
-    ],
+    "line", ["    x ({})", "    {}x", "    {}", ":param {}", ":param x {}:", ":param:{}"]
 )
 @pytest.mark.parametrize(
     "filling", [" ", "(", ")", "a", "a,", "a, ", "`", "*", "\\*", ":", " :", "[("]

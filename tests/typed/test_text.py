@@ -60,10 +60,7 @@ def test_description_is_compact_and_complete() -> None:
         (Any, "any JSON"),
         (Annotated[Age, "of a tree"], "of a tree\ninteger"),
         (list[Leaf], '[{\n  "leaf": integer\n}, ...]'),
-        (
-            tuple[Leaf, Leaf],
-            '[Leaf, Leaf]\n\nLeaf: {\n  "leaf": integer\n}',
-        ),
+        (tuple[Leaf, Leaf], '[Leaf, Leaf]\n\nLeaf: {\n  "leaf": integer\n}'),
         (Size, '{\n  "width": integer,\n  "height": integer  // optional: in pixels\n}'),
     ],
     ids=case_name,
