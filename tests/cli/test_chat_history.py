@@ -108,5 +108,3 @@ def test_a_conversation_is_written_as_markdown_or_json() -> None:
             {"role": "assistant", "content": "hello 🙂"},
         ]
     }
-    with pytest.raises(ValueError, match=r"\.md or \.json"):
-        conversation.text_as(".txt")

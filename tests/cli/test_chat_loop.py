@@ -107,10 +107,7 @@ async def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(
 
 
 async def test_ctrl_c_at_the_prompt_says_how_to_leave(autojump_clock: MockClock) -> None:
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    table = await hold("A", Key.INTERRUPT, interrupt, "a")
+    table = await hold("A", Key.INTERRUPT, lambda: signal.raise_signal(signal.SIGINT), "a")
     assert table.notes[1:3] == ["Ctrl-D or /quit leaves"] * 2
     assert table.answers.getvalue() == "A\n"
 
@@ -183,11 +180,7 @@ async def test_a_crashed_engine_can_be_replaced(autojump_clock: MockClock) -> No
 
 async def test_another_model_goes_on_with_the_conversation(autojump_clock: MockClock) -> None:
     closed: list[str] = []
-
-    def look() -> None:
-        closed.extend(table.closed)
-
-    typed = ("a", "/model second", "/model", "b", look)
+    typed = ("a", "/model second", "/model", "b", lambda: closed.extend(table.closed))
     table = Table("A", *typed, models={"second": echo})
     await table.talk()
     assert table.answers.getvalue() == "A\nuser: a | assistant: A | user: b\n"

@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import stat
 import subprocess
 import sys
 import termios
@@ -27,6 +26,7 @@ from llamad_trio import EngineLike, EngineSpec, connect, serve_unix
 from llamad_trio.cli.generate import chat_command
 from llamad_trio.system.nursery import open_plain_nursery
 from llamad_trio.testing import ScriptedModel, open_scripted_models
+from tests.cli.conftest import CommandLine, run_process
 from tests.cli.table import Table
 from tests.models import TinyModels
 from tests.serving.support import running_daemon
@@ -94,27 +94,11 @@ async def test_stats_after_an_answer_that_was_stopped_are_those_of_now(tmp_path:
 
 def environment(tmp_path: Path) -> dict[str, str]:
     return {
-        **os.environ,
-        "LLAMAD_N_THREADS": "1",
         "HOME": str(tmp_path),
         "XDG_STATE_HOME": str(tmp_path),
         "TERM": "xterm",
         "PROMPT_TOOLKIT_NO_CPR": "1",
     }
-
-
-def ask(
-    tmp_path: Path, *args: str, typed: str = "", **variables: str
-) -> subprocess.CompletedProcess[bytes]:
-    """The command line with these arguments and this input."""
-    return subprocess.run(
-        [sys.executable, "-m", "llamad_trio", *args],
-        input=typed.encode(),
-        capture_output=True,
-        env={**environment(tmp_path), **variables},
-        timeout=120,
-        check=False,
-    )
 
 
 def test_a_pipe_gets_answers_and_nothing_else(tiny_model: TinyModels, tmp_path: Path) -> None:
@@ -123,7 +107,7 @@ def test_a_pipe_gets_answers_and_nothing_else(tiny_model: TinyModels, tmp_path: 
     (tmp_path / "other.gguf").symlink_to(path)
     args = ["chat", "-m", str(path), "-n", "20", "--seed", "1", "-s", "be brief"]
     typed = f"hello\n/stats\n/model ~/other.gguf\nagain\n/save {saved}"
-    result = ask(tmp_path, *args, typed=typed)
+    result = run_process(*args, stdin=typed.encode(), **environment(tmp_path))
     assert result.returncode == 0
     messages = json.loads(saved.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system", *["user", "assistant"] * 2]
@@ -140,7 +124,8 @@ def test_a_pipe_gets_answers_and_nothing_else(tiny_model: TinyModels, tmp_path: 
 def test_what_the_encoding_has_not_does_not_end_it(tiny_model: TinyModels, tmp_path: Path) -> None:
     wild = ["-t", "2", "--top-k", "0", "--top-p", "1", "--seed", "1", "-n", "300"]
     args = ("chat", "-m", str(tiny_model("attention")), *wild)
-    result = ask(tmp_path, *args, typed="hello\n", PYTHONIOENCODING="ascii")
+    env = {**environment(tmp_path), "PYTHONIOENCODING": "ascii"}
+    result = run_process(*args, stdin=b"hello\n", **env)
     assert result.returncode == 0
     assert b"?" in result.stdout  # in place of a stray byte's U+FFFD
     assert result.stderr == b"cut off after 300 tokens\n"
@@ -166,9 +151,9 @@ def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_daemon_answers_and_has_other_models(daemon: Path, tmp_path: Path) -> None:
-    typed = "hello\n/model two\n/model three\nagain\n/stats\n"
+    typed = b"hello\n/model two\n/model three\nagain\n/stats\n"
     args = ("chat", "--socket", str(daemon), "-m", "one", "-n", "5")
-    result = ask(tmp_path, *args, typed=typed)
+    result = run_process(*args, stdin=typed, **environment(tmp_path))
     assert result.returncode == 0
     assert result.stdout
     notes = result.stderr.decode().splitlines()
@@ -181,13 +166,13 @@ def test_a_daemon_answers_and_has_other_models(daemon: Path, tmp_path: Path) -> 
 
 
 def test_the_speeds_of_a_completion_are_told_of_a_lazy_model_too(
-    daemon: Path, tmp_path: Path
+    command_line: CommandLine, daemon: Path
 ) -> None:
     args = ("complete", "hi", "--stats", "-m", "lazy", "--socket", str(daemon), "-n", "5")
-    result = ask(tmp_path, *args)
-    assert result.returncode == 0
-    assert result.stdout
-    (speeds,) = result.stderr.decode().splitlines()
+    ended = command_line(*args)
+    assert ended.status == 0
+    assert ended.out
+    (speeds,) = ended.err.splitlines()
     assert "5 generated" in speeds
 
 
@@ -263,7 +248,7 @@ class Terminal:
 def terminal(tiny_model: TinyModels, tmp_path: Path) -> Iterator[Terminal]:
     """A chat with a model that does not end by itself."""
     path = tiny_model("attention", n_ctx_train=32_768)
-    env = {**environment(tmp_path), "LLAMAD_N_CTX": "32768"}
+    env = {**os.environ, **environment(tmp_path), "LLAMAD_N_CTX": "32768", "LLAMAD_N_THREADS": "1"}
     terminal = Terminal("-m", str(path), "-n", "30000", "--seed", "1", env=env)
     try:
         yield terminal
@@ -295,7 +280,6 @@ def test_a_conversation_at_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert (first, second) == ("first", "second\nline")
     assert len(answer) > 100
     (history,) = tmp_path.rglob("chat_history")
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert "+first\n" in history.read_text()
 
 

@@ -8,36 +8,24 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 
+from llamad_trio import EngineConfig
 from llamad_trio.core.errors import InferenceError
-from llamad_trio.llama.raw_loop import RawLoop, Speed
-from tests.cli.conftest import Ended
+from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
+from llamad_trio.memory import estimate_memory
+from tests.cli.conftest import CommandLine, run_process
 from tests.models import TinyModels
 
 ROOT = Path(__file__).parents[2]
 
-CommandLine = Callable[..., Ended]
-
 NO_SOCKET = "'/no/such.sock': there is no such socket"
-
-
-def run(
-    *args: str, stdin: str | bytes | None = None, **env: str
-) -> subprocess.CompletedProcess[bytes]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
-    return subprocess.run(
-        [sys.executable, "-m", "llamad_trio", *args],
-        input=b"" if data is None else data,
-        capture_output=True,
-        env={**os.environ, "LLAMAD_N_THREADS": "1", **env},
-        timeout=120,
-        check=False,
-    )
 
 
 def test_complete_prints_the_text_and_stats_of_a_prompt_given_or_piped(
@@ -49,7 +37,7 @@ def test_complete_prints_the_text_and_stats_of_a_prompt_given_or_piped(
     assert given.out.strip()
     assert "prompt tokens" in given.err
     assert json.loads(command_line(*args, "Say hello", "--json").out)["text"] + "\n" == given.out
-    piped = json.loads(run(*args, "--json", stdin="Say hello").stdout)
+    piped = json.loads(run_process(*args, "--json", stdin=b"Say hello").stdout)
     assert piped["text"].strip() == given.out.strip()
     assert piped["generated_tokens"] == 8
 
@@ -61,6 +49,7 @@ def test_complete_prints_the_text_and_stats_of_a_prompt_given_or_piped(
         (("complete", "x", "-m", "smollm2-135n"), 1, "smollm2-135m"),
         (("complete", "x", "--temperature", "hot"), 2, "temperature"),
         (("nonsense",), 2, "No such command"),
+        ((), 2, "inspect "),  # the help
         (("inspect", "/"), 1, "directory"),
         (("pull", "nonsense"), 1, "nonsense"),
         (("complete", "x", "--socket", "/no/such.sock"), 1, NO_SOCKET),
@@ -82,7 +71,7 @@ def test_an_error_is_one_line(
 
 
 def test_a_prompt_that_is_no_text_is_one_line(tiny_model: TinyModels) -> None:
-    result = run("complete", "-m", str(tiny_model("attention")), stdin=b"\xff\xfe")
+    result = run_process("complete", "-m", str(tiny_model("attention")), stdin=b"\xff\xfe")
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
 
@@ -172,6 +161,48 @@ def test_inspect_tells_what_a_file_is(command_line: CommandLine, tiny_model: Tin
     assert command_line("inspect", str(path), "--template").out.strip()
 
 
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [((), {}), (("--n-ctx", "999", "--n-slots", "9"), {"n_ctx": 999, "n_slots": 9})],
+)
+def test_inspect_tells_the_estimate_for_a_config(
+    command_line: CommandLine,
+    tiny_model: TinyModels,
+    options: tuple[str, ...],
+    fields: dict[str, Any],
+) -> None:
+    path = tiny_model("hybrid")
+    told = json.loads(command_line("inspect", str(path), "--json", *options).out)["memory"]
+    found = trio.run(estimate_memory, path, EngineConfig(n_threads=1, n_threads_batch=1, **fields))
+    assert told.pop("total_bytes") == found.total_bytes == sum(told.values())
+    assert told == {
+        "weights_bytes": found.weights_bytes,
+        "kv_bytes": found.kv_bytes,
+        "compute_bytes": found.compute_bytes,
+        "overhead_bytes": found.overhead_bytes,
+    }
+
+
+def test_the_table_says_for_what_the_memory_is(
+    command_line: CommandLine, tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tiny_model("attention"))
+    by_default = command_line("inspect", path).out
+    assert "2,048 tokens in the pool and 4 slots" in by_default  # what it was trained for
+    monkeypatch.setenv("LLAMAD_N_CTX", "1500")
+    table = command_line("inspect", path, "--n-slots", "7").out
+    (line,) = [line for line in table.splitlines() if line.startswith("memory ")]
+    assert "1,500 tokens" in line
+    assert "7 slots" in line
+
+
+@pytest.mark.parametrize("option", ["--n-ctx", "--n-slots"])
+def test_a_number_that_makes_no_sense_is_wrong_usage(
+    command_line: CommandLine, tiny_model: TinyModels, option: str
+) -> None:
+    assert command_line("inspect", str(tiny_model("attention")), option, "0").status == 2
+
+
 def first_words(table: str) -> list[str]:
     """What stands in the first column of a table's rows."""
     return [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
@@ -181,21 +212,8 @@ def test_bench_reports_ratios(
     command_line: CommandLine, tiny_model: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    shape = [
-        "-c",
-        "1",
-        "-c",
-        "2",
-        "--prompt-tokens",
-        "16",
-        "--tokens",
-        "8",
-        "--pairs",
-        "1",
-        "--threads",
-        "1",
-    ]
-    args = ("bench", str(tiny_model("attention")), *shape)
+    shape = ["-c", "1", "-c", "2", "--prompt-tokens", "16", "--tokens", "8"]
+    args = ("bench", str(tiny_model("attention")), *shape, "--pairs", "1", "--threads", "1")
     report = json.loads(command_line(*args, "--json").out)
     assert [row["concurrency"] for row in report["rows"]] == [1, 2]
     assert report["n_threads"] == 1

@@ -28,6 +28,7 @@ from llamad_trio.cli.top import top_command, view
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import Disconnected
 from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
+from tests.cli.conftest import CommandLine
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,11 +216,14 @@ def test_a_name_can_neither_drive_the_terminal_nor_style_the_view() -> None:
 
 # The command
 
+STATES = {"small": "ready", "lazy": "unloaded"}
+
 
 def snapshots() -> Iterator[DaemonStats]:
     """A daemon that decodes ten tokens between two snapshots."""
     for i in itertools.count():
-        yield daemon(100.0 + i, decode_tokens=1000 + 10 * i, steps=50 + i)
+        now = daemon(100.0 + i, decode_tokens=1000 + 10 * i, steps=50 + i)
+        yield attrs.evolve(now, states=STATES)
 
 
 @pytest.fixture
@@ -242,17 +246,18 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(top_command, ["--interval", "0.05", *arguments])
 
 
-def test_once_prints_one_view_with_speeds(asked: list[str]) -> None:
-    result = run("--once", "--socket", "/run/my.sock")
+@pytest.mark.parametrize(
+    ("where", "path"),
+    [(("--socket", "/run/my.sock"), "/run/my.sock"), ((), "/tmp/llamad.sock")],
+)
+def test_once_prints_one_view_with_speeds(
+    asked: list[str], where: tuple[str, ...], path: str
+) -> None:
+    result = run("--once", *where)
     assert result.exit_code == 0
     assert result.stdout.count("up 0:01:41") == result.stdout.count("up ") == 1
     assert "decode - tok/s" not in result.stdout
-    assert asked == ["/run/my.sock"] * 2
-
-
-def test_the_default_socket_is_the_daemon_s_own(asked: list[str]) -> None:
-    run("--once")
-    assert set(asked) == {"/tmp/llamad.sock"}
+    assert asked == [path] * 2
 
 
 def test_once_as_json_is_the_whole_snapshot(asked: list[str]) -> None:
@@ -260,22 +265,13 @@ def test_once_as_json_is_the_whole_snapshot(asked: list[str]) -> None:
     (text,) = result.stdout.splitlines()
     told = json.loads(text)
     assert told.keys() == {"uptime_s", "connections", "default", "models", "states"}
+    assert told["states"] == STATES
     assert told["models"].keys() == {"small"}
     small = told["models"]["small"]
     assert small["info"] == attrs.asdict(INFO)
     assert small["stats"] == attrs.asdict(STATS)
     assert (small["config"]["n_ctx"], small["config"]["tensor_split"]) == (4096, [])
     assert len(asked) == 1
-
-
-def test_json_has_the_states_of_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = {"small": "ready", "lazy": "unloaded"}
-
-    async def stats(_: str) -> DaemonStats:
-        return attrs.evolve(daemon(), states=states)
-
-    monkeypatch.setattr(llamad_trio.remote.remote, "daemon_stats", stats)
-    assert json.loads(run("--once", "--json").stdout)["states"] == states
 
 
 def test_json_is_one_line_per_interval(asked: list[str]) -> None:
@@ -293,8 +289,8 @@ def test_off_the_terminal_one_plain_view_is_printed_per_interval(
         monkeypatch.setenv(name, value)
     result = run()
     assert [text for text in result.stdout.splitlines() if text.startswith("up ")] == [
-        "up 0:01:41, 2 connections, 1 model",
-        "up 0:01:42, 2 connections, 1 model",
+        "up 0:01:41, 2 connections, 2 models",
+        "up 0:01:42, 2 connections, 2 models",
     ]
     assert "\x1b" not in result.stdout
     assert isinstance(result.exception, Disconnected)
@@ -302,27 +298,13 @@ def test_off_the_terminal_one_plain_view_is_printed_per_interval(
 
 @pytest.mark.parametrize("interval", ["0", "-1", "inf", "-inf", "nan", "often"])
 def test_an_interval_that_makes_no_sense_is_a_usage_error(
-    interval: str,
-    asked: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    command_line: CommandLine, asked: list[str], interval: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["llamad-trio", "top", "--interval", interval])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    (error,) = capfd.readouterr().err.splitlines()
+    ended = command_line("top", "--interval", interval)
+    assert ended.status == 2
+    (error,) = ended.err.splitlines()
     assert error.startswith("error: Invalid value for '--interval': ")
     assert asked == []
-
-
-def test_without_a_command_the_help_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["llamad-trio"])
-    with pytest.raises(SystemExit):
-        main()
-    assert len("".join(capfd.readouterr()).splitlines()) > 10
 
 
 def run_main() -> None:

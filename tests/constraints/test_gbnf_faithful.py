@@ -126,10 +126,11 @@ class Oracle:
         count = lib.llama_vocab_n_tokens(self.vocab)
         # Tokens that are text, whole characters of it: where characters are cut llama.cpp is
         # inexact, and it takes control tokens for their names.
+        pieces = {token: self.tokenizer.decode_bytes([token]) for token in range(3, count)}
         self.pieces = {
             token: piece
-            for token in range(3, count)
-            if is_text(piece := self.tokenizer.decode_bytes([token]))
+            for token, piece in pieces.items()
+            if piece and piece.decode(errors="ignore").encode() == piece
         }
         self.logits = (lib.llama_token_data * count)()
         self.array = lib.llama_token_data_array(data=self.logits, size=count)
@@ -208,13 +209,6 @@ class Oracle:
 
     def shown(self, tokens: set[int]) -> list[str]:
         return sorted(self.pieces.get(token, b"end").decode() for token in tokens)
-
-
-def is_text(piece: bytes) -> bool:
-    try:
-        return bool(piece.decode())
-    except UnicodeDecodeError:
-        return False
 
 
 def write_vocabulary(path: Path) -> None:
