@@ -18,7 +18,9 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.tools import JsonObject
 from llamad_trio.hub.manifest import resolve_model
-from llamad_trio.llama.model import LlamaVocabulary, load_model
+from llamad_trio.llama.model import load_model
+from llamad_trio.llama.model import LlamaVocabulary
+from tests.support import side_by_side
 
 PROMPT = "People and what they like, as JSON:\n"
 PERSON: JsonObject = {
@@ -70,18 +72,11 @@ def rate(completions: list[Completion]) -> float:
 async def together(
     eng: Engine, n: int, max_tokens: int = N_TOKENS, **fields: Any
 ) -> list[Completion]:
-    done: list[Completion] = []
-
-    async def run(i: int) -> None:
-        request = Request(
-            f"{i}. {PROMPT}", raw=True, temperature=0.8, seed=i, max_tokens=max_tokens
-        )
-        done.append(await eng.complete(request, **fields))
-
-    async with trio.open_nursery() as nursery:
-        for i in range(n):
-            nursery.start_soon(run, i)
-    return done
+    requests = [
+        Request(f"{i}. {PROMPT}", raw=True, temperature=0.8, seed=i, max_tokens=max_tokens)
+        for i in range(n)
+    ]
+    return await side_by_side(partial(eng.complete, request, **fields) for request in requests)
 
 
 async def in_turns(eng: Engine, n: int, schema: JsonObject) -> float:

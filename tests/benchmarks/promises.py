@@ -32,7 +32,7 @@ from tests.benchmarks.facades import blocking_ratio
 from tests.benchmarks.lanes import own_lanes
 from tests.benchmarks.neighbours import busy_neighbour
 from tests.benchmarks.several import isolation_ratio, neighbour_ratio, restart_delay
-from tests.benchmarks.streams import complete_all
+from tests.benchmarks.streams import complete_all, read_through
 
 MIB = 1 << 20
 
@@ -96,17 +96,12 @@ async def loop_lag(model: str) -> dict[str, float]:
                 await trio.sleep_until(due)
                 lags.append(trio.current_time() - due)
 
-        async def read(prompt: list[int]) -> None:
-            request = Request(prompt, temperature=0.8, max_tokens=96)
-            async with eng.stream(request) as pieces:
-                async for _ in pieces:
-                    pass
-
         async with trio.open_nursery() as nursery:
             nursery.start_soon(measure)
             async with trio.open_nursery() as readers:
                 for prompt in prompts:
-                    readers.start_soon(read, prompt)
+                    request = Request(prompt, temperature=0.8, max_tokens=96)
+                    readers.start_soon(read_through, eng, request)
                 for i in range(8):
                     await trio.sleep(0.2)
                     text = Request(f"{i} {long_text}", raw=True, max_tokens=8)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import trio
 
 from llamad_trio import Engine, EngineLike, Request
-
-__all__ = ["complete_all", "count_to", "seconds_of", "speed_ratio", "speed_ratios"]
+from tests.support import side_by_side
 
 N_TOKENS = 64
 
@@ -19,19 +19,21 @@ def count_to(n_tokens: int, index: int = 0) -> Request:
     return Request(f"{index} One, two, three, ", raw=True, temperature=0, max_tokens=n_tokens)
 
 
+async def read_through(eng: EngineLike, request: Request) -> None:
+    """Read a stream to its end."""
+    async with eng.stream(request) as pieces:
+        async for _ in pieces:
+            pass
+
+
 async def seconds_of(engines: Sequence[tuple[EngineLike, int]], n_tokens: int = N_TOKENS) -> float:
     """Seconds that streams take, so many of each engine at once."""
-
-    async def read(eng: EngineLike, index: int) -> None:
-        async with eng.stream(count_to(n_tokens, index)) as pieces:
-            async for _ in pieces:
-                pass
 
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         for eng, n_streams in engines:
             for index in range(n_streams):
-                nursery.start_soon(read, eng, index)
+                nursery.start_soon(read_through, eng, count_to(n_tokens, index))
     return trio.current_time() - began
 
 
@@ -68,6 +70,4 @@ async def speed_ratios(ours: EngineLike, theirs: EngineLike, n_pairs: int) -> di
 
 async def complete_all(eng: Engine, requests: Sequence[Request]) -> None:
     """Complete all of them at once."""
-    async with trio.open_nursery() as nursery:
-        for request in requests:
-            nursery.start_soon(eng.complete, request)
+    await side_by_side(partial(eng.complete, request) for request in requests)
