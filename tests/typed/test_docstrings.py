@@ -91,7 +91,6 @@ REST = """Do it.
 )
 def test_each_parameter_has_what_is_said_of_it(docstring: str, parameters: dict[str, str]) -> None:
     documentation = read_docstring(docstring)
-
     assert documentation.summary == "Do it."
     assert documentation.parameters == parameters
 
@@ -100,7 +99,6 @@ def test_what_is_no_entry_continues_the_one_above() -> None:
     documentation = read_docstring(
         "Go.\n\nArgs:\n    x: one\n    two and three: four\n    (five): six"
     )
-
     assert documentation.parameters == {"x": "one two and three: four (five): six"}
 
 

@@ -108,9 +108,8 @@ def properties(tool: Tool) -> Any:
     return tool.schema["properties"]
 
 
-def test_a_function_is_a_tool() -> None:
+def test_a_function_is_a_tool_and_its_arguments_are_structured() -> None:
     tool = tool_from(forecast)
-
     assert (tool.name, tool.function) == ("forecast", forecast)
     assert tool.description == "Forecast the weather of a place."
     assert tool.schema == {
@@ -133,11 +132,12 @@ def test_a_function_is_a_tool() -> None:
         "additionalProperties": False,
     }
     properties(tool)
+    made = call_arguments(tool, {"place": {"city": "Oslo"}, "unit": "kelvin"})
+    assert made == {"place": Place("Oslo"), "unit": Unit.KELVIN}
 
 
 def test_a_tool_stays_itself() -> None:
     tool = Tool("t", "", {"type": "object"})
-
     assert tool_from(tool) is tool
 
 
@@ -169,7 +169,6 @@ def test_methods_lose_self() -> None:
 def test_what_a_partial_binds_is_no_parameter() -> None:
     by_name = tool_from(functools.partial(Shop().buy, item="y"))
     by_position = tool_from(functools.partial(functools.partial(Shop.buy, Shop()), "z"))
-
     for tool in (by_name, by_position):
         assert tool.name == "buy"
         assert tool.description == "Buy something."
@@ -182,7 +181,6 @@ def test_what_a_partial_binds_is_no_parameter() -> None:
 
 def test_objects_with_call_are_tools() -> None:
     tool = tool_from(Search())
-
     assert (tool.name, tool.description) == ("Search", "Searches the web.")
     assert properties(tool) == {"query": {"type": "string"}}
 
@@ -290,13 +288,6 @@ def test_what_a_function_returns_may_have_a_name_unknown_when_it_runs() -> None:
         assert call_arguments(tool, {"a": 1}) == {"a": 1}
 
 
-def test_arguments_are_structured() -> None:
-    tool = tool_from(forecast)
-    made = call_arguments(tool, {"place": {"city": "Oslo"}, "unit": "kelvin"})
-
-    assert made == {"place": Place("Oslo"), "unit": Unit.KELVIN}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -321,7 +312,6 @@ def test_a_hand_written_tool_may_be_loose() -> None:
     def loose(a, b: Literal[1] = 1, **rest: int) -> None: ...  # type: ignore[no-untyped-def]
 
     tool = Tool("loose", "", {"type": "object"}, loose)
-
     assert call_arguments(tool, {"a": [1], "c": "x"}) == {"a": [1], "c": "x"}
     with pytest.raises(ValueError, match="loose: b: expected one of 1"):
         call_arguments(tool, {"a": 1, "b": 2})
