@@ -133,7 +133,10 @@ class CheckedScheduler:
 
     def hold(self, holder: str, tokens: Sequence[int]) -> bool:
         """Hold on to what is resident."""
-        resident = 0 if self.reuse is Reuse.NOTHING else self._resident(tokens)
+        whole = self.reuse is Reuse.WHOLE
+        resident = longest_prefix(self.contents().values(), tokens, whole=whole)
+        if self.reuse is Reuse.NOTHING:
+            resident = 0
         assert self.scheduler.n_resident(tokens) == resident or self.has_lost
         self.has_holders = True
         held = self.scheduler.hold(holder, tokens)
@@ -348,7 +351,10 @@ class CheckedScheduler:
         assert stats.preemptions == len(self.preempted)
         assert all(getattr(stats, name) == n for name, n in self.totals.items())
         self._check_holders(running)
-        self._check_unwanted()
+        flight = self.in_flight
+        assert self.scheduler.in_flight_is_unwanted == (
+            flight is not None and all(self.requests[w.request_id].cancelled for w in flight.work)
+        )
 
     def _check_pool(self) -> None:
         """Every sequence is held by one, and every cell is counted once."""
@@ -393,13 +399,6 @@ class CheckedScheduler:
             request = self.requests[request_id]
             assert request.outcome is None
             assert request.live or request_id in computing
-
-    def _check_unwanted(self) -> None:
-        flight = self.in_flight
-        unwanted = flight is not None and all(
-            self.requests[work.request_id].cancelled for work in flight.work
-        )
-        assert self.scheduler.in_flight_is_unwanted == unwanted
 
     def _check_admission(self, before: Sequence[int]) -> None:
         """First come, first served."""
@@ -460,10 +459,6 @@ class CheckedScheduler:
         held = [[token for _, token in cells[seq]] for seq in cells if seq != but]
         wanted = request.history[: request.n_reusable]
         return longest_prefix(held, wanted, whole=self.reuse is Reuse.WHOLE)
-
-    def _resident(self, tokens: Sequence[int]) -> int:
-        whole = self.reuse is Reuse.WHOLE
-        return longest_prefix(self.contents().values(), tokens, whole=whole)
 
     def _check_followers(self, plan: StepPlan) -> None:
         """Who lets newer prompts go first is waiting for an older one to compute its prefix."""
@@ -546,15 +541,13 @@ class CheckedScheduler:
                 assert request.alone.text.startswith("".join(request.pieces))
             case Finished():
                 request.outcome = event
-                self._check_finished(request, event)
+                assert event == attrs.evolve(request.alone, cached_tokens=request.cached_tokens)
+                n_wanted = max(1, len(request.prepared.targets))
+                assert event.cached_tokens <= event.prompt_tokens - n_wanted
+                text = event.text if request.prepared.streams else ""
+                assert "".join(request.pieces) == text
             case Failed():
                 request.outcome = event
-
-    def _check_finished(self, request: Tracked, event: Finished) -> None:
-        assert event == attrs.evolve(request.alone, cached_tokens=request.cached_tokens)
-        n_wanted = max(1, len(request.prepared.targets))
-        assert event.cached_tokens <= event.prompt_tokens - n_wanted
-        assert "".join(request.pieces) == (event.text if request.prepared.streams else "")
 
     def _check_failures(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import combinations
 
 import attrs
@@ -44,17 +42,4 @@ def test_every_field_counts() -> None:
 
 
 def test_the_digest_is_the_same_in_every_process() -> None:
-    code = (
-        "from llamad_trio.scheduling.snapshot_file import KVIdentity\n"
-        "print(KVIdentity(model_sha256='a' * 64, llama_build='1', template_sha256='',"
-        "context=(('type_k', 'f16'),), adds_bos=True).digest)"
-    )
-    for seed in ("0", "1"):
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert result.stdout.strip() == BASE.digest
+    assert BASE.digest == "ca588112fdf9198ebd561b3d267167c5d9a4395811e30040b448a35aefd95af5"

@@ -54,31 +54,25 @@ def test_one_slow_step_is_soon_forgiven() -> None:
 def test_a_prompt_always_advances_by_a_chunk_worth_its_step() -> None:
     pacer = StepPacer(target_s=0.01, n_batch=512)
     assert learned(pacer, row_s=5.0, token_s=1.0) == MIN_CHUNK
-
-
-def test_alone_a_prompt_takes_the_whole_batch() -> None:
-    pacer = StepPacer(target_s=0.001, n_batch=512)
-    assert pacer.prefill_budget(n_decode=0) == 512
-    learned(pacer, row_s=5.0, token_s=1.0)
     assert pacer.prefill_budget(n_decode=0) == 512
 
 
-def test_before_anything_is_known_the_chunk_is_small() -> None:
+@pytest.mark.parametrize(
+    ("alone", "budget"),
+    [
+        ([], FIRST_CHUNK),  # nothing is known
+        ([(500, 0.5)], 100),
+        ([(500, 0.5), (1, 0.1)], 100),  # a tiny chunk does not distort what is known
+    ],
+)
+def test_what_a_prompt_alone_has_taught_serves_the_shared_step(
+    alone: list[tuple[int, float]], budget: int
+) -> None:
     pacer = StepPacer(target_s=0.1, n_batch=512)
-    assert pacer.prefill_budget(n_decode=1) == FIRST_CHUNK
-
-
-def test_what_a_prompt_alone_has_taught_serves_the_shared_step() -> None:
-    pacer = StepPacer(target_s=0.1, n_batch=512)
-    pacer.observe(n_decode=0, n_prefill=500, elapsed_s=0.5)
-    assert pacer.prefill_budget(n_decode=1) == 100
-
-
-def test_a_tiny_chunk_does_not_distort_what_is_known() -> None:
-    pacer = StepPacer(target_s=0.1, n_batch=512)
-    pacer.observe(n_decode=0, n_prefill=500, elapsed_s=0.5)
-    pacer.observe(n_decode=0, n_prefill=1, elapsed_s=0.1)
-    assert pacer.prefill_budget(n_decode=1) == 100
+    for n_prefill, elapsed_s in alone:
+        pacer.observe(n_decode=0, n_prefill=n_prefill, elapsed_s=elapsed_s)
+    assert pacer.prefill_budget(n_decode=1) == budget
+    assert pacer.prefill_budget(n_decode=0) == 512, "alone it takes the whole batch"
 
 
 @given(

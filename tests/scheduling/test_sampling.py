@@ -39,14 +39,29 @@ def test_the_numbers_come_from_the_request() -> None:
     )
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (-1, True), (0.0001, False)])
-def test_no_temperature_is_greedy(temperature: float, greedy: bool) -> None:
-    assert resolved(temperature=temperature).greedy is greedy
-
-
-@pytest.mark.parametrize(("last_n", "window"), [(-1, 1000), (0, 0), (5, 5), (10**9, 1000)])
-def test_the_penalties_look_back_on_the_context_at_most(last_n: int, window: int) -> None:
-    assert resolved(repeat_last_n=last_n).penalty_window == window
+@pytest.mark.parametrize(
+    ("field", "value", "number", "expected"),
+    [
+        ("temperature", 0, "greedy", True),
+        ("temperature", -1, "greedy", True),
+        ("temperature", 0.0001, "greedy", False),
+        # The penalties look back on the context at most.
+        ("repeat_last_n", -1, "penalty_window", 1000),
+        ("repeat_last_n", 0, "penalty_window", 0),
+        ("repeat_last_n", 5, "penalty_window", 5),
+        ("repeat_last_n", 10**9, "penalty_window", 1000),
+        # A seed is kept, but for the one that llama.cpp would redraw.
+        ("seed", 0, "seed", 0),
+        ("seed", 1, "seed", 1),
+        ("seed", RANDOM_SEED - 1, "seed", RANDOM_SEED - 1),
+        ("seed", RANDOM_SEED, "seed", RANDOM_SEED - 1),
+        ("seed", None, "seed", 42),
+    ],
+)
+def test_each_field_comes_to_a_number(
+    field: str, value: float | None, number: str, expected: float
+) -> None:
+    assert getattr(resolved(**{field: value}), number) == expected
 
 
 @pytest.mark.parametrize(
@@ -68,16 +83,6 @@ def test_the_repeat_penalty_never_divides_by_zero() -> None:
     assert resolved(repeat_penalty=0).repeat_penalty > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, RANDOM_SEED - 1])
-def test_a_seed_is_kept(seed: int) -> None:
-    assert resolved(seed=seed).seed == seed
-
-
-def test_the_seed_that_llama_cpp_would_redraw_is_never_used() -> None:
-    assert resolved(seed=RANDOM_SEED).seed == RANDOM_SEED - 1
+def test_a_fresh_seed_is_never_the_one_that_llama_cpp_would_redraw() -> None:
     fresh = resolve_sampling(Request("x"), n_ctx=10, fresh_seed=RANDOM_SEED)
     assert fresh.seed == RANDOM_SEED - 1
-
-
-def test_without_a_seed_the_fresh_one_is_used() -> None:
-    assert resolved().seed == 42

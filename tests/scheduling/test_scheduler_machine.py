@@ -19,10 +19,11 @@ from hypothesis.stateful import (
 )
 
 from llamad_trio.core.errors import EngineClosed
-from llamad_trio.scheduling.plan import Copy, StepPlan, StepStatus
+from llamad_trio.scheduling.plan import StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import PIECES, EndlessModel, FakeModel, ForcingModel, HashModel
+from tests.scheduling.tracked import copies
 
 TOKENS = st.integers(1, len(PIECES) - 1)
 STEMS = ([1 + i * i % 11 for i in range(60)], [12 - i % 7 for i in range(60)])
@@ -35,11 +36,6 @@ HOLDERS = st.sampled_from(["s", "t"])
 
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
-
-
-def copied_to(plan: StepPlan) -> list[int]:
-    """The sequences a plan copies to."""
-    return [operation.dst for operation in plan.memory if isinstance(operation, Copy)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -166,9 +162,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         failing_copies: set[int] = set()
         if status is StepStatus.DONE and data.draw(st.integers(0, 3)) == 0:
             failing = data.draw(st.sets(st.sampled_from([work.request_id for work in plan.work])))
-        copies = copied_to(plan)
-        if len(copies) > 0 and data.draw(st.booleans()):
-            failing_copies = data.draw(st.sets(st.sampled_from(copies)))
+        copied_to = [copy.dst for copy in copies(plan)]
+        if copied_to and data.draw(st.booleans()):
+            failing_copies = data.draw(st.sets(st.sampled_from(copied_to)))
         self.books.finish(
             status, failing=failing, failing_copies=failing_copies, elapsed_s=elapsed_s
         )
@@ -185,7 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.books.plan()
             if plan is None:
                 return
-            self.books.finish(failing_copies=copied_to(plan) if copies_fail else ())
+            failing_copies = [copy.dst for copy in copies(plan)] if copies_fail else []
+            self.books.finish(failing_copies=failing_copies)
         if leaves_one_in_flight:
             self.books.plan()
 
@@ -198,21 +195,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.books.run_to_end()
 
 
-class NothingMachine(SchedulerMachine):
-    reuse = Reuse.NOTHING
-
-
-class WholeMachine(SchedulerMachine):
-    reuse = Reuse.WHOLE
-
-
-class PrefixMachine(SchedulerMachine):
-    reuse = Reuse.PREFIX
-
-
-def run(machine: type[SchedulerMachine], *, n_examples: int, n_steps: int) -> None:
+def run(reuse: Reuse, *, n_examples: int, n_steps: int) -> None:
     run_state_machine_as_test(
-        machine,
+        type("Machine", (SchedulerMachine,), {"reuse": reuse}),
         settings=settings(
             max_examples=n_examples,
             stateful_step_count=n_steps,
@@ -223,15 +208,13 @@ def run(machine: type[SchedulerMachine], *, n_examples: int, n_steps: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("machine", "n_examples"), [(NothingMachine, 15), (WholeMachine, 20), (PrefixMachine, 25)]
+    ("reuse", "n_examples"), [(Reuse.NOTHING, 15), (Reuse.WHOLE, 20), (Reuse.PREFIX, 25)]
 )
-def test_every_history_keeps_every_promise(
-    machine: type[SchedulerMachine], n_examples: int
-) -> None:
-    run(machine, n_examples=n_examples, n_steps=40)
+def test_every_history_keeps_every_promise(reuse: Reuse, n_examples: int) -> None:
+    run(reuse, n_examples=n_examples, n_steps=40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [NothingMachine, WholeMachine, PrefixMachine])
-def test_every_history_keeps_every_promise_at_length(machine: type[SchedulerMachine]) -> None:
-    run(machine, n_examples=2_000, n_steps=80)
+@pytest.mark.parametrize("reuse", Reuse)
+def test_every_history_keeps_every_promise_at_length(reuse: Reuse) -> None:
+    run(reuse, n_examples=2_000, n_steps=80)

@@ -37,15 +37,13 @@ class Machine:
         return elapsed_s, waited_s if self.waits is None else self.waits * elapsed_s
 
 
-def compute(
-    governor: ThreadGovernor, machine: Machine, seconds: float, n_rows: int = 1
-) -> list[tuple[int, float]]:
+def compute(governor: ThreadGovernor, machine: Machine, seconds: float) -> list[tuple[int, float]]:
     """Run steps; for each, its threads and how long it took."""
     steps: list[tuple[int, float]] = []
     while seconds > 0:
         n_threads = governor.n_threads
         elapsed_s, waited_s = machine.step(n_threads)
-        governor.observe(n_rows=n_rows, elapsed_s=elapsed_s, waited_s=waited_s)
+        governor.observe(n_rows=1, elapsed_s=elapsed_s, waited_s=waited_s)
         steps.append((n_threads, elapsed_s))
         seconds -= elapsed_s
     return steps
@@ -167,13 +165,19 @@ def test_whatever_is_measured_it_stays_between_one_and_the_limit(
         assert 1 <= governor.in_force <= limit
 
 
+def compute_kind(
+    threads: ComputeThreads, machine: Machine, seconds: float, *, with_prompt: bool
+) -> None:
+    """Run steps of one kind."""
+    while seconds > 0:
+        elapsed_s, waited_s = machine.step(threads.choose(with_prompt=with_prompt))
+        threads.observe(with_prompt=with_prompt, n_rows=1, elapsed_s=elapsed_s, waited_s=waited_s)
+        seconds -= elapsed_s
+
+
 def test_the_two_kinds_of_step_are_chosen_apart() -> None:
     threads = ComputeThreads(3, 4, adaptive=True)
-    machine = Machine(4, n_taken=2)
-    for _ in range(200):
-        n_threads = threads.choose(with_prompt=True)
-        elapsed_s, waited_s = machine.step(n_threads)
-        threads.observe(with_prompt=True, n_rows=64, elapsed_s=elapsed_s, waited_s=waited_s)
+    compute_kind(threads, Machine(4, n_taken=2), 2.0, with_prompt=True)
     assert threads.in_force == (3, 2)
     assert threads.choose(with_prompt=False) == 3
 
@@ -181,20 +185,11 @@ def test_the_two_kinds_of_step_are_chosen_apart() -> None:
 def test_when_one_kind_goes_up_the_other_tries_at_once() -> None:
     threads = ComputeThreads(2, 2, adaptive=True)
     machine = Machine(2, n_taken=1)
-
-    def run(seconds: float, *, with_prompt: bool) -> None:
-        while seconds > 0:
-            elapsed_s, waited_s = machine.step(threads.choose(with_prompt=with_prompt))
-            threads.observe(
-                with_prompt=with_prompt, n_rows=1, elapsed_s=elapsed_s, waited_s=waited_s
-            )
-            seconds -= elapsed_s
-
-    run(3.0, with_prompt=True)
-    run(3.0, with_prompt=False)
+    compute_kind(threads, machine, 3.0, with_prompt=True)
+    compute_kind(threads, machine, 3.0, with_prompt=False)
     assert threads.in_force == (1, 1)
     machine.n_taken = 0
-    run(3.0, with_prompt=False)
+    compute_kind(threads, machine, 3.0, with_prompt=False)
     assert threads.in_force == (2, 1)
-    run(0.2, with_prompt=True)
+    compute_kind(threads, machine, 0.2, with_prompt=True)
     assert threads.in_force == (2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -18,19 +19,12 @@ S = "\ufdd0"
 BYTES = S.encode()
 
 
-class Facts:
-    """All of the facts that are asked for."""
-
-    def __init__(self, bos_text: str) -> None:
-        self.bos_text = bos_text
-
-
 class Pieces:
     """A vocabulary whose tokens are whatever a test makes of them."""
 
     def __init__(self, pieces: Sequence[bytes] = (), bos_text: str = "") -> None:
         self.of_token = pieces
-        self.facts = Facts(bos_text)
+        self.facts = SimpleNamespace(bos_text=bos_text)
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
         """By number."""
