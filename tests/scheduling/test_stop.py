@@ -18,6 +18,9 @@ CHUNKS = st.lists(st.text(LETTERS, max_size=6), max_size=12)
 @example(stops=["aabaaac"], chunks=["aabaaabaaac"])  # and inside of that, another one failed
 @example(stops=["ab", "b"], chunks=["a", "b"])  # two end at once: the longer
 @example(stops=["abbb", "bb"], chunks=["abb", "b"])  # the first to end, not to begin
+@example(stops=["END"], chunks=["text END more", "END"])  # nothing is shown after a match
+@example(stops=["END"], chunks=["the EN"])
+@example(stops=[""], chunks=["a", "b"])
 def test_the_text_ends_where_a_search_says_and_only_what_may_become_a_stop_is_withheld(
     stops: list[str], chunks: list[str]
 ) -> None:
@@ -31,29 +34,7 @@ def test_the_text_ends_where_a_search_says_and_only_what_may_become_a_stop_is_wi
         assert shown == text[: end[0] if end else len(text) - undecided(text, stops)]
     rest = matcher.flush()
     assert shown + rest == text or (matcher.matched is not None and not rest)
-
-
-@given(chunks=CHUNKS)
-def test_without_stop_sequences_text_passes_through(chunks: list[str]) -> None:
-    matcher = StopMatcher([""])
-    assert [matcher.push(chunk) for chunk in chunks] == chunks
-    assert matcher.flush() == ""
-
-
-def test_after_a_match_nothing_more_is_shown() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.push("text END more") == "text "
-    assert matcher.push("END") == ""
-    assert matcher.flush() == ""
-    assert matcher.matched == "END"
-
-
-def test_what_was_withheld_is_released_once() -> None:
-    matcher = StopMatcher(["END"])
-    assert matcher.push("the EN") == "the "
-    assert matcher.flush() == "EN"
-    assert matcher.flush() == ""
-    assert matcher.matched is None
+    assert matcher.flush() == "", "what was withheld is released once"
 
 
 @pytest.mark.parametrize("stops", [["a"], ["a", "a"], iter(["", "a"]), {"a"}])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 S = "\ufdd0"
 BYTES = S.encode()
+AS_IT_BEGINS = [b"\xef", b"\xb7", b"\x91", b"\xef"]
 
 
 class Pieces:
@@ -68,33 +69,33 @@ def test_a_sentinel_goes_however_many_tokens_it_takes(
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    ("pieces", "count"),
     [
-        [b"<" + BYTES, b"s>"],
-        [b"<", BYTES + b"s>"],
-        [b"<", BYTES[:2], BYTES[2:] + b"s>"],
-        [b"<" + BYTES[:1], BYTES[1:], b"s>"],
-        [b"<", b"[UNK]", b"s>"],
-        [b"<", b"s>"],
-        [b"<", BYTES[:1], b"", BYTES[1:], b"s>"],
+        ([b"<" + BYTES, b"s>"], 1),
+        ([b"<", BYTES + b"s>"], 1),
+        ([b"<", BYTES[:2], BYTES[2:] + b"s>"], 1),
+        ([b"<" + BYTES[:1], BYTES[1:], b"s>"], 1),
+        ([b"<", b"[UNK]", b"s>"], 1),
+        ([b"<", b"s>"], 1),
+        ([b"<", BYTES[:1], b"", BYTES[1:], b"s>"], 1),
+        ([BYTES, b"a", BYTES + b"b"], 2),  # one of several is enough
     ],
 )
-def test_a_token_that_joins_it_to_its_neighbour_is_noticed(pieces: list[bytes]) -> None:
-    assert kept(pieces, 1) is None
+def test_a_token_that_joins_it_to_its_neighbour_is_noticed(pieces: list[bytes], count: int) -> None:
+    assert kept(pieces, count) is None
 
 
-def test_one_of_several_that_cannot_be_told_is_enough() -> None:
-    assert kept([BYTES, b"a", BYTES + b"b"], 2) is None
-    assert kept([BYTES, b"a", BYTES], 2) == [b"a"]
-
-
-def test_what_begins_as_the_sentinel_does_is_kept() -> None:
-    pieces = [b"\xef", b"\xb7", b"\x91", b"\xef", b"\xef", b"\xb7", b"\x90", b"\xef"]
-    assert kept(pieces, 1) == [b"\xef", b"\xb7", b"\x91", b"\xef", b"\xef"]
-
-
-def test_tokens_without_bytes_stay_where_they_are() -> None:
-    assert kept([b"", BYTES, b"", b"a"], 1) == [b"", b"", b"a"]
+@pytest.mark.parametrize(
+    ("pieces", "count", "left"),
+    [
+        ([BYTES, b"a", BYTES], 2, [b"a"]),
+        ([b"", BYTES, b"", b"a"], 1, [b"", b"", b"a"]),  # what has no bytes
+        # What begins as the sentinel does.
+        ([*AS_IT_BEGINS, b"\xef", b"\xb7", b"\x90", b"\xef"], 1, [*AS_IT_BEGINS, b"\xef"]),
+    ],
+)
+def test_all_else_stays_where_it_is(pieces: list[bytes], count: int, left: list[bytes]) -> None:
+    assert kept(pieces, count) == left
 
 
 @pytest.mark.parametrize(
