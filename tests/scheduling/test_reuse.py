@@ -14,7 +14,7 @@ from llamad_trio.scheduling.plan import Copy, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Failed, Finished
 from tests.scheduling.checked_scheduler import CheckedScheduler
-from tests.scheduling.tracked import A, B, C, D, copies, sizes
+from tests.scheduling.tracked import A, B, D, copies, sizes
 
 SHARED = [1 + i * i % 11 for i in range(1000)]
 """What several requests have in common, beside 20 tokens of their own."""
@@ -51,16 +51,6 @@ def test_a_retained_prefix_is_shared_with_whatever_sequence_the_next_request_get
     assert cached(books, second) == [24]
 
 
-def test_a_prefix_is_taken_from_a_running_request_too() -> None:
-    books = CheckedScheduler(n_ctx=200)
-    running = books.submit(A, max_tokens=60)
-    books.steps(10)
-    branch = books.submit([*books.requests[running].history[:25], 9], max_tokens=5)
-    assert copies(books.next_plan()) == [Copy(books.seq(running), books.seq(branch), 25)]
-    assert books.running == [running, branch]
-    books.run_to_end()
-
-
 def test_a_continuation_takes_its_predecessor_over_without_a_duplicate() -> None:
     books = CheckedScheduler(n_ctx=400)
     tokens = list(A)
@@ -72,17 +62,6 @@ def test_a_continuation_takes_its_predecessor_over_without_a_duplicate() -> None
     assert cached(books, request) == [20 + 4 * 12 - 3]
 
 
-def test_a_branch_leaves_the_tail_of_the_other_branch_retained() -> None:
-    books = CheckedScheduler(n_slots=1)
-    books.submit_all([*A, 2, 2, 2], [*A, 3, 3, 3], max_tokens=1)
-    books.drain()
-    assert books.retained == [[*A, 2, 2, 2], [*A, 3, 3, 3]]
-    assert books.scheduler.stats().kv_retained_tokens == 20 + 3 + 3
-    back = books.submit([*A, 2, 2, 2, 4], max_tokens=1)
-    books.drain()
-    assert cached(books, back) == [23]
-
-
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     books = CheckedScheduler()
     books.submit(A, max_tokens=5)
@@ -92,14 +71,6 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert (work.pos, list(work.tokens), work.sample) == (19, [1], True)
     books.run_to_end()
     assert cached(books, again) == [19]
-
-
-def test_a_long_retained_prefix_is_not_spoiled_for_a_few_shared_tokens() -> None:
-    books = CheckedScheduler(n_slots=2)
-    for prompt in ([5, *A, *B], [5, *C]):
-        books.submit(prompt, max_tokens=1)
-        books.drain()
-    assert books.retained == [[5, *A, *B], [5, *C]]
 
 
 def test_what_a_cancelled_request_computed_is_retained() -> None:
@@ -310,13 +281,6 @@ def test_many_rounds_of_conversations_stay_within_the_sequences_there_are(
     assert books.scheduler.stats().cached_tokens > n_prompt_tokens_computed(books) / 5
 
 
-def test_without_a_free_sequence_the_least_wanted_prefix_goes() -> None:
-    books = CheckedScheduler(n_slots=1, n_seqs=2, n_ctx=200)
-    books.submit_all(A, B, C, max_tokens=1)
-    books.drain()
-    assert books.retained == [B, C]
-
-
 # -- models that cannot go back -------------------------------------------------------------
 
 
@@ -337,37 +301,10 @@ def test_a_state_is_gone_on_from_where_a_request_or_its_prompt_ended_and_nowhere
     assert cached(books, changed, same) == [0, 0], "the state after its last token is too late"
 
 
-def test_the_checkpoint_of_a_running_request_can_be_gone_on_from() -> None:
-    books = whole()
-    books.submit(A, max_tokens=50)
-    books.steps(5)
-    branch = books.submit([*A, 9])
-    books.step()
-    assert books.running == [0, branch]
-    books.run_to_end()
-    assert cached(books, branch) == [20]
-
-
 def test_a_state_that_cannot_be_cut_is_not_waited_for() -> None:
     books = whole()
     books.submit_all(*([*A, i] for i in range(3)))
     assert sizes(books.next_plan()) == {0: 21, 1: 21, 2: 21}
-
-
-def test_a_checkpoint_takes_the_sequence_of_the_least_wanted_prefix() -> None:
-    books = whole(n_slots=1, n_seqs=2)
-    books.submit(A, max_tokens=5)
-    books.submit(B, max_tokens=50)
-    books.steps(10)
-    assert books.retained == [B]
-    books.run_to_end()
-
-
-def test_a_short_prompt_is_not_worth_a_checkpoint() -> None:
-    books = whole()
-    books.submit(A[:15], max_tokens=5)
-    books.drain()
-    assert [len(tokens) for tokens in books.retained] == [19]
 
 
 def test_a_checkpoint_that_cannot_be_copied_is_as_if_never_made() -> None:

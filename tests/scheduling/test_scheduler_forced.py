@@ -99,17 +99,6 @@ def test_the_oldest_goes_on_with_its_prompt_beside_streams_that_are_forced_all_t
     books.run_to_end()
 
 
-def test_forced_tokens_count_as_generated_ones() -> None:
-    books = forced_once(20)
-    books.submit(A, max_tokens=60)
-    books.step()
-    stats = books.scheduler.stats()
-    assert (stats.slots["decode"], stats.slots["prefill"]) == (1, 0)
-    books.step()
-    stats = books.scheduler.stats()
-    assert (stats.prefill_tokens, stats.decode_tokens) == (20, 21)
-
-
 # -- while forced tokens are pending --------------------------------------------------------
 
 
@@ -194,19 +183,6 @@ def test_a_request_paused_with_forced_tokens_pending_is_left_out_until_it_resume
     books.resume(paused)
     assert sizes(books.next_plan()) == {paused: 7, other: 1}
     books.run_to_end()
-
-
-@pytest.mark.parametrize("reuse", Reuse)
-def test_an_aborted_step_of_forced_tokens_is_computed_again(reuse: Reuse) -> None:
-    books = forced_once(20, reuse=reuse)
-    books.submit(A, max_tokens=60)
-    books.step()
-    books.plan()
-    books.finish(StepStatus.ABORTED)
-    again = 21 if reuse is not Reuse.WHOLE else 41
-    assert sizes(books.next_plan()) == {0: again}, "without rewinding, from the beginning"
-    books.run_to_end()
-    assert books.finished(0).generated_tokens == 60
 
 
 def test_what_was_forced_after_the_end_of_the_text_is_not_computed() -> None:

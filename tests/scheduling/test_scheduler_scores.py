@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from llamad_trio.core.errors import InferenceError
 from llamad_trio.scheduling.plan import StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from tests.scheduling.checked_scheduler import CheckedScheduler
@@ -35,24 +34,18 @@ def holding(prompt: list[int], *, reuse: Reuse = Reuse.PREFIX) -> CheckedSchedul
 # -- scores -------------------------------------------------------------------------------
 
 
-def test_each_target_is_scored_after_its_own_token_in_order() -> None:
+def test_each_target_is_scored_after_its_own_token_in_order_and_nothing_is_sampled() -> None:
     books = CheckedScheduler()
     request = books.submit(TEXT[:20], max_tokens=0, targets=(7, 8, 9))
-    books.drain()
-    finished = books.finished(request)
-    assert finished.scores == (score(TEXT[:18], 7), score(TEXT[:19], 8), score(TEXT[:20], 9))
-    assert (finished.text, finished.generated_tokens) == ("", 0)
-    assert (finished.finish_reason, finished.logprobs) == ("length", ())
-
-
-def test_who_only_scores_samples_nothing() -> None:
-    books = CheckedScheduler()
-    books.score(TEXT[:20], 5)
     plan = books.next_plan()
     assert plan.new_samplers == ()
     assert not any(work.sample for work in plan.work)
     books.finish()
     assert books.plan() is None
+    finished = books.finished(request)
+    assert finished.scores == (score(TEXT[:18], 7), score(TEXT[:19], 8), score(TEXT[:20], 9))
+    assert (finished.text, finished.generated_tokens) == ("", 0)
+    assert (finished.finish_reason, finished.logprobs) == ("length", ())
 
 
 # -- rows ---------------------------------------------------------------------------------
@@ -200,22 +193,3 @@ def test_an_aborted_step_of_scores_is_computed_again(reuse: Reuse) -> None:
         books.finish(StepStatus.ABORTED if n_steps in (1, 4) else StepStatus.DONE)
     assert books.scheduler.stats().aborted_steps == 2
     books.run_to_end()
-
-
-def test_a_failed_copy_of_the_prompt_costs_no_score() -> None:
-    books = holding(TEXT[:40])
-    scorer = books.score([*TEXT[:40], 5], 2)
-    (copy,) = copies(books.next_plan())
-    books.finish(failing_copies={copy.dst})
-    books.run_to_end()
-    assert books.finished(scorer).cached_tokens == 0
-
-
-def test_logits_that_are_no_numbers_fail_only_who_scores_with_them() -> None:
-    books = CheckedScheduler(n_ctx=300, n_batch=200)
-    bad, good = books.score([1, *TEXT], 5), books.score([2, *TEXT], 5)
-    assert min(rows(books.next_plan()).values()) > 0
-    books.finish(failing=[bad])
-    assert isinstance(books.error(bad), InferenceError)
-    books.run_to_end()
-    assert len(books.finished(good).scores) == 5
