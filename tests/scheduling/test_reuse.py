@@ -51,17 +51,6 @@ def test_a_retained_prefix_is_shared_with_whatever_sequence_the_next_request_get
     assert cached(books, second) == [24]
 
 
-def test_a_continuation_takes_its_predecessor_over_without_a_duplicate() -> None:
-    books = CheckedScheduler(n_ctx=400)
-    tokens = list(A)
-    for _ in range(5):
-        request = books.submit(tokens, max_tokens=10)
-        books.drain()
-        tokens = [*books.requests[request].history, 7, 8]
-        assert books.retained == [tokens[:-3]]
-    assert cached(books, request) == [20 + 4 * 12 - 3]
-
-
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     books = CheckedScheduler()
     books.submit(A, max_tokens=5)
@@ -94,17 +83,6 @@ def test_what_was_reused_is_no_longer_so_when_the_copy_fails() -> None:
     assert [(w.pos, len(w.tokens)) for w in books.next_plan().work] == [(0, 21)]
     books.run_to_end()
     assert cached(books, again) == [0]
-
-
-def test_without_reuse_nothing_stays_in_the_pool_and_nothing_is_copied() -> None:
-    books = CheckedScheduler(reuse=Reuse.NOTHING, n_seqs=4)
-    running = books.submit(A, max_tokens=30)
-    books.step()
-    again = books.submit(A)
-    assert copies(books.next_plan()) == []
-    books.run_to_end()
-    assert cached(books, running, again) == [0, 0]
-    assert books.retained == []
 
 
 def test_the_cache_of_a_request_that_computed_nonsense_is_not_reused() -> None:

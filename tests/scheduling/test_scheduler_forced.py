@@ -28,30 +28,24 @@ def forced_once(n: int, **fields: object) -> CheckedScheduler:
     return CheckedScheduler(model=ForcingOnceModel(n), **{"n_ctx": 300, **fields})  # type: ignore[arg-type]
 
 
-def test_forced_tokens_are_computed_together_and_one_is_sampled_after_the_last() -> None:
-    books = forced_once(20)
+@pytest.mark.parametrize(
+    ("n_batch", "planned"),
+    [(64, [(20, 21, True)]), (8, [(20, 8, False), (28, 8, False), (36, 5, True)])],
+)
+def test_forced_tokens_are_computed_together_and_one_is_sampled_after_the_last(
+    n_batch: int, planned: list[tuple[int, int, bool]]
+) -> None:
+    books = forced_once(20, n_batch=n_batch, n_slots=2)
     books.submit(A, max_tokens=60)
-    books.step()
-    assert books.requests[0].generated == 21
-    (work,) = books.next_plan().work
-    assert (work.pos, len(work.tokens), work.sample) == (20, 21, True)
-    books.finish()
+    while not books.requests[0].generated:
+        books.step()
+    for expected in planned:
+        assert books.requests[0].generated == 21, "sampled too early"
+        (work,) = books.next_plan().work
+        assert (work.pos, len(work.tokens), work.sample) == expected
+        books.finish()
     assert books.requests[0].generated == 22
     assert sizes(books.next_plan()) == {0: 1}
-
-
-def test_more_forced_tokens_than_a_step_takes_are_spread_over_steps() -> None:
-    books = forced_once(20, n_batch=8, n_slots=2)
-    books.submit(A, max_tokens=60)
-    books.steps(3)
-    n_generated, planned = books.requests[0].generated, []
-    for _ in range(3):
-        (work,) = books.next_plan().work
-        planned.append((len(work.tokens), work.sample))
-        assert books.requests[0].generated == n_generated == 21, "sampled too early"
-        books.finish()
-    assert planned == [(8, False), (8, False), (5, True)]
-    assert books.requests[0].generated == 22
     books.run_to_end()
     assert books.finished(0).generated_tokens == 60
 

@@ -12,7 +12,7 @@ from llamad_trio.scheduling.plan import StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from tests.scheduling.checked_scheduler import CheckedScheduler
 from tests.scheduling.fake_memory import score
-from tests.scheduling.tracked import A, B, C, copies, sizes
+from tests.scheduling.tracked import A, B, C, sizes
 
 TEXT = [1 + i * i % 11 for i in range(60)]
 """A prompt in which positions are told apart."""
@@ -139,16 +139,6 @@ def test_one_who_scores_after_another_shares_the_prompt_while_that_runs() -> Non
     books.finish()
     books.drain()
     assert books.finished(second).cached_tokens == 45
-
-
-def test_one_who_scores_the_same_tokens_computes_all_that_it_scores_after() -> None:
-    books = CheckedScheduler(n_ctx=300, n_batch=45)
-    books.score(TEXT, 20)
-    books.step()
-    again = books.score(TEXT, 20)
-    assert [copy.n for copy in copies(books.next_plan())] == [40], "of the 45 that are there"
-    books.run_to_end()
-    assert books.finished(again).cached_tokens == 40
 
 
 @pytest.mark.parametrize("reuse", Reuse)
