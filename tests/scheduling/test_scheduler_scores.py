@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from llamad_trio.core.errors import InferenceError
 from llamad_trio.scheduling.plan import StepPlan, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from tests.scheduling.checked_scheduler import CheckedScheduler
@@ -183,3 +184,13 @@ def test_an_aborted_step_of_scores_is_computed_again(reuse: Reuse) -> None:
         books.finish(StepStatus.ABORTED if n_steps in (1, 4) else StepStatus.DONE)
     assert books.scheduler.stats().aborted_steps == 2
     books.run_to_end()
+
+
+def test_logits_that_are_no_numbers_fail_only_who_scores_with_them() -> None:
+    books = CheckedScheduler(n_ctx=300, n_batch=200)
+    bad, good = books.score([1, *TEXT], 5), books.score([2, *TEXT], 5)
+    assert min(rows(books.next_plan()).values()) > 0
+    books.finish(failing=[bad])
+    assert isinstance(books.error(bad), InferenceError)
+    books.run_to_end()
+    assert len(books.finished(good).scores) == 5
