@@ -180,7 +180,11 @@ async def test_a_crashed_engine_can_be_replaced(autojump_clock: MockClock) -> No
 
 async def test_another_model_goes_on_with_the_conversation(autojump_clock: MockClock) -> None:
     closed: list[str] = []
-    typed = ("a", "/model second", "/model", "b", lambda: closed.extend(table.closed))
+
+    def look() -> None:
+        closed.extend(table.closed)
+
+    typed = ("a", "/model second", "/model", "b", look)
     table = Table("A", *typed, models={"second": echo})
     await table.talk()
     assert table.answers.getvalue() == "A\nuser: a | assistant: A | user: b\n"

@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if status is StepStatus.DONE and data.draw(st.integers(0, 3)) == 0:
             failing = data.draw(st.sets(st.sampled_from([work.request_id for work in plan.work])))
         copied_to = [copy.dst for copy in copies(plan)]
-        if copied_to and data.draw(st.booleans()):
+        if len(copied_to) > 0 and data.draw(st.booleans()):
             failing_copies = data.draw(st.sets(st.sampled_from(copied_to)))
         self.books.finish(
             status, failing=failing, failing_copies=failing_copies, elapsed_s=elapsed_s
