@@ -32,14 +32,7 @@ from llamad_trio.core.engine_events import (
 )
 from tests.conformance.engines import FAILURE, N_CTX
 from tests.engine.test_events import all_of, check
-from tests.support import (
-    ENDLESS,
-    read_all,
-    side_by_side,
-    until,
-    until_idle,
-    until_queued,
-)
+from tests.support import ENDLESS, read_all, side_by_side, until, until_idle, until_queued
 
 if TYPE_CHECKING:
     from collections.abc import Callable

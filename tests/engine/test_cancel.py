@@ -111,9 +111,7 @@ async def test_a_long_prompt_is_cancelled_while_it_is_tokenised(
     assert tiny.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
 
 
-async def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(
-    tiny_path: Path,
-) -> None:
+async def test_a_hundred_requests_with_random_cancels_leave_nothing_behind(tiny_path: Path) -> None:
     chance = random.Random(5)
     prompts = [f"{'the cat and ' * chance.randrange(1, 6)} {n}" for n in range(5)]
 

@@ -13,14 +13,7 @@ import trio
 import trio.testing
 from hypothesis import example, given, settings, strategies as st
 
-from llamad_trio import (
-    Busy,
-    EngineClosed,
-    InferenceError,
-    PromptTooLong,
-    Request,
-    SessionFatal,
-)
+from llamad_trio import Busy, EngineClosed, InferenceError, PromptTooLong, Request, SessionFatal
 from llamad_trio.core.engine_events import (
     EngineEvent,
     EngineLoaded,

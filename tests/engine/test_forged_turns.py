@@ -299,9 +299,7 @@ async def test_text_that_begins_as_bos_does_not_take_its_place(vocabulary: Vocab
     assert vocabulary.turns(own) == [bos]
 
 
-async def test_a_token_among_every_sentinel_there_is_is_refused(
-    vocabulary: Vocabulary,
-) -> None:
+async def test_a_token_among_every_sentinel_there_is_is_refused(vocabulary: Vocabulary) -> None:
     text = "".join(SENTINELS) + vocabulary.start
     with pytest.raises(ProtocolError, match="control token"):
         vocabulary.ids(Request(text))

@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trio
 
-from llamad_trio import (
-    InferenceError,
-    LlamadError,
-    ProtocolError,
-    Request,
-    open_engine,
-)
+from llamad_trio import InferenceError, LlamadError, ProtocolError, Request, open_engine
 from tests.support import EXACT
 
 if TYPE_CHECKING:

@@ -458,9 +458,7 @@ async def test_the_engine_takes_no_place_in_the_default_thread_limiter(
     assert running == 0
 
 
-async def test_an_application_that_uses_up_all_its_threads_still_gets_tokens(
-    tiny: Engine,
-) -> None:
+async def test_an_application_that_uses_up_all_its_threads_still_gets_tokens(tiny: Engine) -> None:
     limiter = trio.to_thread.current_default_thread_limiter()
     total, limiter.total_tokens = limiter.total_tokens, 1
     try:

@@ -101,9 +101,7 @@ async def test_scores_of_one_token_are_the_logprobs_in_its_place(exact: Engine) 
     assert scores == pytest.approx([by_text[letter] for letter in letters], abs=CLOSE)
 
 
-async def test_what_cannot_both_follow_is_no_likelier_together_than_certain(
-    exact: Engine,
-) -> None:
+async def test_what_cannot_both_follow_is_no_likelier_together_than_certain(exact: Engine) -> None:
     sums: list[float] = []
     for prompt in ("the", "rain", "and he", "in a", "they", PROMPT):
         tokens = Request(await exact.tokenize(prompt))
@@ -137,9 +135,7 @@ async def test_the_same_text_has_the_same_score(exact: Engine) -> None:
 # -- where text and continuation meet within a token ----------------------------------------
 
 
-async def test_a_probability_is_at_most_1_where_a_token_goes_over_the_seam(
-    engine: Engine,
-) -> None:
+async def test_a_probability_is_at_most_1_where_a_token_goes_over_the_seam(engine: Engine) -> None:
     for prompt, continuation in (
         ("The cap", "ital"),
         ("The capital of Fr", "ance"),

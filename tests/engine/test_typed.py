@@ -12,12 +12,7 @@ import msgspec
 import pydantic
 import pytest
 
-from llamad_trio import (
-    InferenceError,
-    Message,
-    ProtocolError,
-    Request,
-)
+from llamad_trio import InferenceError, Message, ProtocolError, Request
 from llamad_trio.testing import open_scripted_engine
 
 if TYPE_CHECKING:

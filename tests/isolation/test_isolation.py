@@ -194,10 +194,7 @@ GARBAGE = [
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 async def test_garbage_is_a_typed_error(
-    tiny_path: Path,
-    child_of: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    garbage: str,
+    tiny_path: Path, child_of: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, garbage: str
 ) -> None:
     monkeypatch.setattr(isolation_module, "GRACE_S", 0.3)
     child_of(f"import os, sys, time\nfd = int(sys.argv[1])\n{garbage}\n")

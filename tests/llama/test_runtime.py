@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from llamad_trio.scheduling.plan import (
-    Copy,
-    Drop,
-    Prepared,
-    StepPlan,
-    StepResult,
-    StepStatus,
-    Work,
-)
+from llamad_trio.scheduling.plan import Copy, Drop, Prepared, StepPlan, StepResult, StepStatus, Work
 from tests.llama.conversations import EXACT, GREEDY, opened_runtime
 from tests.models import DECODER_KINDS, proven_here
 
@@ -419,9 +411,7 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
 
 
 @attention
-def test_a_batch_that_llama_cpp_refuses_fails_and_clears_its_sequences(
-    books: Books,
-) -> None:
+def test_a_batch_that_llama_cpp_refuses_fails_and_clears_its_sequences(books: Books) -> None:
     books.step((0, TEXT[:10]))
     books.step((1, TEXT[:10]))
     # Positions with a gap.
@@ -480,10 +470,7 @@ def test_control_tokens_are_parsed_only_when_asked_for(books: Books) -> None:
 def test_llama_cpp_logs_to_logging(
     tiny_model: TinyModels, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        caplog.at_level("DEBUG", logger="llamad_trio.llama_cpp"),
-        opened(tiny_model("attention")),
-    ):
+    with caplog.at_level("DEBUG", logger="llamad_trio.llama_cpp"), opened(tiny_model("attention")):
         pass
     records = [r for r in caplog.records if r.name == "llamad_trio.llama_cpp"]
     assert any("llama_model_loader" in r.getMessage() or "arch" in r.getMessage() for r in records)

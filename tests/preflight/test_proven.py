@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llamad_trio import (
-    EngineConfig,
-    EngineSpec,
-    ModelLoadError,
-    Request,
-    open_engine,
-    open_models,
-)
+from llamad_trio import EngineConfig, EngineSpec, ModelLoadError, Request, open_engine, open_models
 from llamad_trio.memory import estimate_memory
 from llamad_trio.preflight import prove, store, trial
 from llamad_trio.preflight.prove import proven_config

@@ -73,11 +73,7 @@ def test_the_libraries_are_those_that_would_be_loaded(
     ],
 )
 def test_a_cpu_is_what_linux_says_of_the_first(
-    text: str,
-    flags: set[str],
-    model: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: str, flags: set[str], model: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(store, "CPUINFO", tmp_path / "cpuinfo")
