@@ -260,15 +260,6 @@ async def test_a_request_runs_while_its_block_does(pair: Pair, streaming: Stream
     assert (await pair.engine.complete(CAT)).generated_tokens == 40
 
 
-async def test_a_deadline_ends_a_stream(pair: Pair) -> None:
-    with trio.move_on_after(0.1) as deadline:
-        async with pair.engine.stream(CAT, max_tokens=ENDLESS) as tokens:
-            await read_all(tokens)
-    assert deadline.cancelled_caught
-    await until_idle(pair.behind)
-    assert pair.behind.stats().requests["cancelled"] == 1
-
-
 async def test_a_stream_is_left_while_it_waits(opener: Opener) -> None:
     async with opener(n_slots=1) as pair:
         async with pair.engine.stream(CAT, max_tokens=ENDLESS) as running:

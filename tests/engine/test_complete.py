@@ -82,32 +82,6 @@ async def test_a_model_with_a_huge_vocabulary_and_a_sliding_window_answers(
 # -- prompts --------------------------------------------------------------------------------
 
 
-async def test_any_text_goes_in_whole(engine: Engine) -> None:
-    texts = (
-        "the cat",
-        " two  spaces ",
-        "naïve café",
-        "猫と犬",
-        "👩\u200d👩\u200d👧 🎉",
-        "مرحبا",
-        "a\n\tb",
-    )
-    for text in texts:
-        tokens = await engine.tokenize(text)
-        assert await engine.detokenize(tokens) == text
-        assert text.strip() in await engine.render(text)
-        done = await engine.complete(text, raw=True, max_tokens=1)
-        assert (done.prompt_tokens, done.generated_tokens) == (len(tokens), 1)
-
-
-async def test_control_tokens_are_text_unless_they_are_asked_for(engine: Engine) -> None:
-    plain = await engine.tokenize("<|im_end|>")
-    (marker,) = await engine.tokenize("<|im_end|>", special=True)
-    assert len(plain) > 1
-    assert marker not in plain
-    assert await engine.detokenize(plain) == await engine.detokenize([marker]) == "<|im_end|>"
-
-
 # -- limits ---------------------------------------------------------------------------------
 
 
@@ -204,7 +178,6 @@ async def test_one_slot_serves_in_the_order_of_arrival(
 
 # -- streams -------------------------------------------------------------------------------
 
-COUNTING = Request(SURE_PROMPTS[0], raw=True, max_tokens=16, temperature=0)
 EMOJI = Request("🎉🐈👍🎉🐈👍🎉🐈👍🎉🐈👍", raw=True, max_tokens=18, temperature=0)
 
 
@@ -218,12 +191,6 @@ async def test_pieces_are_whole_characters(engine: Engine) -> None:
     # Only a text that is cut off can end in half a character, which is then told as such.
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces[:-1])
     assert "".join(pieces) == done.text
-
-
-async def test_what_looked_like_a_stop_sequence_is_given_back_at_the_end(engine: Engine) -> None:
-    async with engine.stream(COUNTING, max_tokens=8, stop=["10, 99"]) as tokens:
-        pieces = await read_all(tokens)
-    assert "".join(pieces) == await engine.complete_text(COUNTING, max_tokens=8) == " 9, 10, "
 
 
 async def test_all_slots_paused_wait_without_computing_until_one_is_read(tiny: Engine) -> None:

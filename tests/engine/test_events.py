@@ -16,7 +16,6 @@ from llamad_trio import (
     Done,
     EngineClosed,
     InferenceError,
-    Message,
     ProtocolError,
     ReasoningDelta,
     Request,
@@ -210,19 +209,6 @@ async def test_reasoning_that_is_cut_off_leaves_no_text() -> None:
     assert (done.reasoning, done.text, done.finish_reason) == ("hm,", "", "length")
 
 
-async def test_a_stream_of_text_has_no_reasoning_and_no_calls() -> None:
-    reply = f"<think>secret</think>public {CALLED}"
-    model = ScriptedModel(reply, chat_template=THINKS_ITSELF)
-    async with open_scripted_engine(model) as engine:
-        async with engine.stream("x", tools=[look], max_tokens=2000) as pieces:
-            text = "".join([piece async for piece in pieces])
-        assert text == "public"
-        assert pieces.completion is not None
-        assert pieces.completion.reasoning == "secret"
-        assert len(pieces.completion.tool_calls) == 2
-        assert await engine.complete_text("x", tools=[look], max_tokens=2000) == "public"
-
-
 async def test_a_variable_of_the_template_switches_thinking_off() -> None:
     model = ScriptedModel(
         lambda prompt: "plain" if "</think>" in prompt else "<think>hm</think>thought",
@@ -233,13 +219,6 @@ async def test_a_variable_of_the_template_switches_thinking_off() -> None:
             done = await engine.complete("x", template_vars={"enable_thinking": value})
             assert (done.text, done.reasoning) == (text, reasoning)
         assert (await engine.complete("x")).reasoning == "hm"
-
-
-async def test_reasoning_of_earlier_turns_is_shown_to_templates_that_want_it() -> None:
-    model = ScriptedModel("ok", chat_template=THINKS_ITSELF)
-    async with open_scripted_engine(model) as engine:
-        said = Message("assistant", "yes", reasoning="hm")
-        assert "[assistant]<think>hm</think>yes" in await engine.render("x", history=[said])
 
 
 CONSTRAINTS: list[dict[str, Any]] = [

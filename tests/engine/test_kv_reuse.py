@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-import attrs
 import pytest
 import trio
 
 from llamad_trio import Request, open_engine
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.models import DECODER_KINDS, SLIDING_WINDOW_TOKENS
-from tests.support import ENDLESS, EXACT, ONE_THREAD, count_pieces, read_all, until_idle
+from tests.support import EXACT, read_all
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,28 +86,6 @@ async def test_a_prompt_is_reused_while_its_first_request_still_runs(path: Path)
             assert third.cached_tokens == 150
             pieces += await read_all(first)
         assert "".join(pieces) == alone
-
-
-@rewinding
-async def test_a_branch_leaves_the_other_branch(path: Path) -> None:
-    trunk, one, other, more = (some_tokens(n, n) for n in (100, 40, 41, 7))
-    async with open_engine(path, EXACT) as engine:
-        for branch, expected in ((one, 0), (other, 100), (one, 140), (other, 141)):
-            prompt = trunk + branch + (more if expected > 100 else [])
-            done = await engine.complete(Request(prompt, max_tokens=3))
-            assert done.cached_tokens == expected
-        stats = engine.stats()
-        # The trunk is there once.
-        assert stats.kv_retained_tokens <= 100 + 2 * (41 + 7 + 3) + 2 * 3
-
-
-async def test_what_a_cancelled_request_computed_is_reused(tiny_path: Path) -> None:
-    prompt = some_tokens(100)
-    async with open_engine(tiny_path, EXACT, n_ctx=1024) as engine:
-        async with engine.stream(Request(prompt, max_tokens=ENDLESS)) as tokens:
-            await count_pieces(tokens, 3)
-        await until_idle(engine)
-        assert (await engine.complete(Request(prompt), max_tokens=3)).cached_tokens == 99
 
 
 @rewinding
@@ -253,24 +230,3 @@ async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
         assert engine.stats().cached_tokens > 5 * SLIDING_WINDOW_TOKENS
     async with open_engine(path, EXACT, n_ctx=256, kv_cache=False) as engine:
         assert [await engine.complete_text(request) for request in asked] == texts
-
-
-@pytest.mark.usefixtures("smollm2_is_kept")
-async def test_a_conversation_with_a_real_model_is_the_same_with_the_cache_and_without(
-    smollm2_path: Path,
-) -> None:
-    first = Request("1, 2, 3, 4, 5, 6, 7, 8,", raw=True, max_tokens=8, temperature=0, seed=1)
-    said: dict[bool, list[str]] = {}
-    cached: dict[bool, list[int]] = {}
-    for kv_cache in (True, False):
-        async with open_engine(smollm2_path, ONE_THREAD, n_ctx=512, kv_cache=kv_cache) as engine:
-            said[kv_cache], cached[kv_cache] = [], []
-            asked = first
-            for _ in range(3):
-                done = await engine.complete(asked)
-                said[kv_cache].append(done.text)
-                cached[kv_cache].append(done.cached_tokens)
-                asked = attrs.evolve(asked, prompt=f"{asked.prompt}{done.text}")
-    assert said[True] == said[False]
-    assert cached[False] == [0] * 3
-    assert all(n >= 20 for n in cached[True][1:])

@@ -148,35 +148,6 @@ async def test_another_trio_run_is_refused_and_does_no_harm(tiny_path: Path) -> 
 # -- after the block ------------------------------------------------------------------------
 
 
-async def test_requests_of_other_tasks_get_engine_closed_when_the_block_ends(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[str] = []
-    uses = {
-        "running": lambda e: e.complete("the cat", max_tokens=ENDLESS),
-        "queued": lambda e: e.complete("a hat"),
-        "too": lambda e: e.complete_text("a hat"),
-    }
-
-    async def ask(engine: Engine, name: str) -> None:
-        try:
-            await uses[name](engine)
-        except EngineClosed:
-            errors.append(name)
-
-    async with trio.open_nursery() as nursery:
-        with held_steps(monkeypatch) as steps:
-            async with open_engine(tiny_path, ONE_THREAD, n_slots=1, n_ctx=8192) as engine:
-                nursery.start_soon(ask, engine, "running")
-                await until(steps.begun.is_set)
-                nursery.start_soon(ask, engine, "queued")
-                nursery.start_soon(ask, engine, "too")
-                await until(lambda: engine.stats().queued == 2)
-                steps.let_go()
-    assert sorted(errors) == ["queued", "running", "too"]
-    assert engine.stats().requests == {"completed": 0, "failed": 3, "cancelled": 0}
-
-
 async def test_a_question_under_way_is_answered_or_refused_when_the_block_ends(
     tiny_path: Path,
 ) -> None:
@@ -261,15 +232,6 @@ async def test_a_fatal_step_ends_the_block_and_every_request_with_its_error(
     assert threads_of_ours() == []
     with pytest.raises(SessionFatal):
         await engine.complete("the cat")
-
-
-async def test_a_fatal_step_ends_the_block_through_the_call_that_waits_for_it(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    crash(monkeypatch, SessionFatal("the books are wrong"), after_steps=1)
-    with pytest.raises(SessionFatal, match="the books are wrong"):
-        async with open_engine(tiny_path, ONE_THREAD) as engine:
-            await engine.complete("the cat")
 
 
 async def test_a_bug_in_a_step_ends_the_block_with_the_bug(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from tests.models import Kind, TinyModels
+    from tests.models import Kind
 
 CAN_REWIND: dict[Kind, bool] = {
     "attention": True,
@@ -142,59 +142,7 @@ async def test_a_batch_of_one_token_serves(path: Path) -> None:
         assert await engine.complete_text(asked) == expected
 
 
-async def test_a_model_that_can_end_ends(tiny_model: TinyModels) -> None:
-    path = tiny_model("attention", can_end=True)
-    async with open_engine(path, ONE_THREAD) as engine:
-        done = [
-            await engine.complete(PROMPT, seed=seed, temperature=1.0, max_tokens=500)
-            for seed in range(5)
-        ]
-    assert "stop" in {d.finish_reason for d in done}
-    assert all("im_end" not in d.text for d in done)
-
-
 # -- who gives way, and who waits ------------------------------------------------------------
-
-
-async def test_the_oldest_request_is_never_preempted(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=128) as engine:
-        async with (
-            trio.open_nursery() as nursery,
-            engine.stream("the cat", max_tokens=ENDLESS) as oldest,
-        ):
-            await oldest.receive()
-            for _ in range(3):
-                nursery.start_soon(lambda: engine.complete("a hat", max_tokens=ENDLESS))
-            done = await oldest.result()
-            # It had the whole pool at its end.
-            assert done.prompt_tokens + done.generated_tokens == 128
-        assert engine.stats().preemptions > 0
-        assert engine.stats().requests["completed"] == 4
-
-
-async def test_a_high_max_tokens_costs_no_room_until_it_is_used(tiny_path: Path) -> None:
-    async with (
-        open_engine(tiny_path, ONE_THREAD, n_ctx=512) as engine,
-        trio.open_nursery() as nursery,
-    ):
-        for _ in range(4):
-            nursery.start_soon(lambda: engine.complete("the cat", max_tokens=ENDLESS))
-        await until(lambda: engine.stats().slots["decode"] == 4)
-        assert engine.stats().queued == 0
-        nursery.cancel_scope.cancel()
-
-
-async def test_what_is_kept_gives_way_to_any_need(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, ONE_THREAD, n_ctx=256) as engine:
-        for n in range(4):
-            await engine.complete(Request([20 + n] * 60), max_tokens=2)
-        assert engine.stats().kv_retained_tokens == 4 * 61
-        done = await engine.complete(Request([7] * 250), max_tokens=6)
-        assert done.generated_tokens == 6
-        stats = engine.stats()
-        assert stats.preemptions == 0
-        assert stats.kv_used_tokens == 0
-        assert stats.kv_retained_tokens + stats.kv_free_tokens == 256
 
 
 async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:

@@ -16,7 +16,7 @@ import trio
 
 from llamad_trio import Request, open_engine
 from llamad_trio.engine.lane import Lane
-from llamad_trio.engine.store import MAX_WRITES, SnapshotStore
+from llamad_trio.engine.store import SnapshotStore
 from tests.models import DECODER_KINDS
 from tests.support import EXACT, HeldSteps, held_steps, threads_of_ours, until, until_idle
 
@@ -256,27 +256,6 @@ async def test_a_file_that_went_bad_costs_nothing_but_the_reuse(
         assert (await engine.complete(second(1))).cached_tokens >= N_PREFIX
 
 
-async def test_requests_that_wait_for_a_file_that_turns_out_bad_go_on_without(
-    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[Completion] = []
-
-    async def ask(engine: Engine) -> None:
-        done.append(await engine.complete(second(1)))
-
-    async with opened(stored, folder=tmp_path) as engine:
-        with hanging(monkeypatch, "read") as disk:
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(ask, engine)
-                await until(disk.begun.is_set)
-                for file in files_in(tmp_path):
-                    rot(file)
-                disk.let_go()
-    assert {each.text for each in done} == {await cold(stored)}
-    assert min(each.cached_tokens for each in done) == 0
-
-
 @kinds
 async def test_two_engines_share_a_directory(path: Path, tmp_path: Path) -> None:
     async with opened(path, folder=tmp_path) as one, opened(path, folder=tmp_path) as other:
@@ -347,22 +326,6 @@ async def test_an_engine_closes_while_a_file_is_written_and_loses_nothing(
     for seed in (1, 2):
         async with opened(tiny_path, folder=tmp_path) as engine:
             assert (await engine.complete(second(seed))).cached_tokens == N_PREFIX
-
-
-async def test_a_disk_that_hangs_costs_snapshots_and_no_request(
-    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with hanging(monkeypatch, "write") as disk:
-        async with opened(tiny_path, folder=tmp_path) as engine:
-            for seed in range(2, 3 * MAX_WRITES):
-                assert (await engine.complete(first(seed))).generated_tokens == 1
-            assert disk.begun.is_set()
-            store = engine._desk.decode._store
-            assert store is not None
-            assert store._to_write.statistics().current_buffer_used <= MAX_WRITES
-            assert engine._desk.decode.scheduler.shelf.n_bytes == 0
-            disk.let_go()
-    assert files_in(tmp_path)
 
 
 # -- closing ---------------------------------------------------------------------------------

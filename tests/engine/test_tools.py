@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llamad_trio import (
-    Done,
     InferenceError,
     Message,
     Request,
     Tool,
     ToolCall,
-    ToolCallDelta,
-    ToolCallStart,
 )
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.chat.test_tool_formats import FORMATS, PLAIN
-from tests.engine.test_events import all_of, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,16 +120,6 @@ async def test_text_is_an_answer_where_no_call_is_required(family: str) -> None:
         assert (done.text, done.tool_calls) == ("It is fine.", ())
 
 
-@pytest.mark.parametrize("family", sorted(set(FORMATS) - {"llama3"}))
-async def test_text_may_come_before_calls_and_after_them(family: str) -> None:
-    done = await replied(family, f"Let me look.\n{written(family, PARIS)}")
-    assert done.text == "Let me look."
-    assert meant(done.tool_calls) == meant([PARIS])
-    done = await replied(family, f"Look: {written(family, PARIS)} That is all.")
-    assert done.text.split() == ["Look:", "That", "is", "all."]
-    assert meant(done.tool_calls) == meant([PARIS])
-
-
 @every_family
 async def test_with_tool_choice_none_the_model_is_told_of_no_tools(family: str) -> None:
     async with open_scripted_engine(ScriptedModel("", chat_template=FORMATS[family][1])) as engine:
@@ -144,50 +130,6 @@ async def test_with_tool_choice_none_the_model_is_told_of_no_tools(family: str) 
     # What looks like a call is text, then.
     done = await replied(family, written(family, PARIS), tool_choice="none")
     assert (done.text, done.tool_calls) == (written(family, PARIS), ())
-
-
-# -- what is cut off ------------------------------------------------------------------------
-
-
-@every_family
-async def test_a_call_that_is_cut_off_is_none(family: str) -> None:
-    reply = written(family, PARIS)
-    n = reply.index("Paris") + 2
-    done = await replied(family, reply, max_tokens=n)
-    assert (done.text, done.tool_calls, done.unfinished) == ("", (), reply[:n])
-    assert done.finish_reason == "length"
-    done = await replied(family, reply, stop=["Paris"])
-    assert (done.text, done.tool_calls, done.stop_sequence) == ("", (), "Paris")
-    assert reply.startswith(done.unfinished)
-
-
-@pytest.mark.parametrize("family", ["hermes", "llama3", "lfm2"])
-async def test_the_calls_before_one_that_is_cut_off_are_whole(family: str) -> None:
-    reply = written(family, PARIS, ROME)
-    done = await replied(family, reply, max_tokens=reply.index("Rome") + 2)
-    assert meant(done.tool_calls) == meant([PARIS])
-    assert done.unfinished
-    assert reply[: reply.index("Rome") + 2].endswith(done.unfinished)
-
-
-# -- events ---------------------------------------------------------------------------------
-
-
-@every_family
-async def test_calls_have_the_same_ids_in_events_and_completion(family: str) -> None:
-    reply = written(family, PARIS, NOON)
-    model = ScriptedModel(reply, chat_template=FORMATS[family][1])
-    async with (
-        open_scripted_engine(model) as engine,
-        engine.stream_events("x", tools=TOOLS) as events,
-    ):
-        received = await all_of(events)
-        last = check(received)
-        assert await events.result() == last
-    assert {type(event) for event in received} == {ToolCallStart, ToolCallDelta, Done}
-    starts = [event for event in received if isinstance(event, ToolCallStart)]
-    assert [(s.id, s.name) for s in starts] == [(c.id, c.name) for c in last.tool_calls]
-    assert meant(last.tool_calls) == meant([PARIS, NOON])
 
 
 # -- history --------------------------------------------------------------------------------

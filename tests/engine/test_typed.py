@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import json
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
 import msgspec
@@ -14,9 +14,6 @@ import pytest
 
 from llamad_trio import InferenceError, Message, ProtocolError, Request
 from llamad_trio.testing import open_scripted_engine
-
-if TYPE_CHECKING:
-    pass
 
 
 class Mood(enum.Enum):
