@@ -6,7 +6,7 @@ import pytest
 
 from llamad_trio import EngineConfig
 from tests.conformance.engines import Opener
-from tests.support import EXACT, ONE_THREAD
+from tests.support import EXACT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tests.models import TinyModels
 
 KINDS = ("scripted", "scripted-remote", "tiny", "tiny-remote")
-REAL_KINDS = ("smollm2", "smollm2-remote")
 
 
 @pytest.fixture(params=KINDS)
@@ -45,24 +44,4 @@ def opener(
 async def pair(opener: Opener) -> AsyncIterator[Pair]:
     """One of these engines, and the one behind it."""
     async with opener() as pair:
-        yield pair
-
-
-@pytest.fixture(params=REAL_KINDS)
-async def real(
-    request: pytest.FixtureRequest,
-    smollm2_path: Path,
-    smollm2_is_kept: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> AsyncIterator[Pair]:
-    """The same of a model that makes sense."""
-    opener = Opener(
-        is_remote=request.param.endswith("remote"),
-        model_path=lambda _: smollm2_path,
-        config=ONE_THREAD,
-        socket_path=tmp_path / "d.sock",
-        monkeypatch=monkeypatch,
-    )
-    async with opener(n_ctx=1024) as pair:
         yield pair

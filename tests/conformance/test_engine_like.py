@@ -3,7 +3,7 @@
 word; a program that takes one takes any.
 
 The streams and events of engines are in `test_streams`, what replies can be made to be in
-`test_results`, a model that makes sense in `test_real_model`.
+`test_results`.
 """
 
 from __future__ import annotations

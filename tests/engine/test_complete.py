@@ -3,6 +3,7 @@ characters, at its reader's pace.  What holds for every engine is in `tests.conf
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
@@ -154,6 +155,15 @@ async def test_penalties_keep_a_text_from_repeating_itself(tiny: Engine) -> None
 
 
 # -- many at once ---------------------------------------------------------------------------
+
+
+async def test_texts_of_a_real_model_do_not_mix(engine: Engine) -> None:
+    asked = [Request(prompt, raw=True, max_tokens=6, temperature=0) for prompt in SURE_PROMPTS]
+    alone = [await engine.complete_text(request) for request in asked]
+    together = await side_by_side(partial(engine.complete_text, request) for request in asked)
+    assert together == alone
+    assert together[0].startswith(" 9, 10")
+    assert together[1].startswith(" 19, 2")
 
 
 async def test_one_slot_serves_in_the_order_of_arrival(

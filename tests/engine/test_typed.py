@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import enum
 import json
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import msgspec
@@ -14,6 +14,9 @@ import pytest
 
 from llamad_trio import InferenceError, Message, ProtocolError, Request
 from llamad_trio.testing import open_scripted_engine
+
+if TYPE_CHECKING:
+    from llamad_trio import Engine
 
 
 class Mood(enum.Enum):
@@ -86,6 +89,13 @@ async def test_a_reply_of_json_is_a_value_of_the_type(
     assert type(done.value) is type(value)
     assert done.text == text
     assert done.finish_reason == "stop"
+
+
+async def test_a_real_model_fills_a_type(engine: Engine) -> None:
+    asked = Request("Ada is 36 years old. Describe her as JSON.", max_tokens=40, temperature=0)
+    assert isinstance((await engine.complete(asked, into=Person)).value, Person)
+    answer = await engine.complete("Is water wet?", into=Literal["yes", "no"], max_tokens=8)
+    assert answer.value in ("yes", "no")
 
 
 WRONG: list[tuple[object, str, str]] = [
