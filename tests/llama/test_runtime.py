@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import Copy, Drop, Prepared, StepPlan, StepResult, StepStatus, Work
@@ -433,26 +434,39 @@ def smollm2(smollm2_path: Path) -> Iterator[LlamaRuntime]:
         yield books.runtime
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", " ", "the cat", "naïve 猫 👩\u200d👩\u200d👧", "a\n\tb  c", "<|im_end|>", "x" * 5000],
-)
+@pytest.fixture(scope="module")
+def tiny(tiny_model: TinyModels) -> Iterator[LlamaRuntime]:
+    with opened(tiny_model("attention"), n_ctx=256) as books:
+        yield books.runtime
+
+
+TEXTS = [
+    *("", " ", "the cat", " two  spaces ", "a\n\tb  c", " the  cat\n\tand\0 the hat ", "x" * 5000),
+    *("naïve café", "猫と犬", "مرحبا", "naïve 猫 👩\u200d👩\u200d👧 and", "👩\u200d👩\u200d👧 🎉"),
+    "<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text)[:20])
 def test_text_survives_being_tokenised(
-    tiny_model: TinyModels, smollm2: LlamaRuntime, text: str
+    tiny: LlamaRuntime, smollm2: LlamaRuntime, text: str
 ) -> None:
-    with opened(tiny_model("attention")) as books:
-        for runtime in (books.runtime, smollm2):
-            for special in (False, True):
-                tokens = runtime.tokenize(text, add_special=False, parse_special=special)
-                assert runtime.detokenize(tokens) == text
-                assert all(0 <= token < runtime.facts.n_vocab for token in tokens)
-
-
-def test_pieces_are_the_bytes_of_the_text(smollm2: LlamaRuntime) -> None:
-    text = "naïve 猫 👩\u200d👩\u200d👧 and so on"
+    for runtime in (tiny, smollm2):
+        for special in (False, True):
+            tokens = runtime.tokenize(text, add_special=False, parse_special=special)
+            assert runtime.detokenize(tokens) == text
+            assert all(0 <= token < runtime.facts.n_vocab for token in tokens)
     tokens = smollm2.tokenize(text, add_special=False, parse_special=False)
-    pieces = [smollm2.model.piece(token) for token in tokens]
-    assert b"".join(pieces) == text.encode()
+    assert b"".join(map(smollm2.model.piece, tokens)) == text.encode()
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=st.text(max_size=40))
+@example(text="naïve 猫 👩\u200d👩\u200d👧 <s></s><0x41>")
+def test_any_text_survives_a_vocabulary_of_bytes(tiny: LlamaRuntime, text: str) -> None:
+    tokens = tiny.tokenize(text, add_special=False, parse_special=False)
+    # SentencePiece writes a space as U+2581, so that one character cannot come back as itself.
+    assert tiny.detokenize(tokens) == text.replace("\u2581", " ")
 
 
 @attention
