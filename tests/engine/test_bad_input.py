@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import gguf
 import pytest
+import trio
 
 from llamad_trio import (
     ModelLoadError,
@@ -40,31 +42,21 @@ async def refusal_of(model: str | Path) -> ModelLoadError:
     return caught.value
 
 
-async def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.gguf")  # whose writer nobody waits for
-    for name, reason in (
-        ("none.gguf", "no such file"),
-        (".", "is a directory"),
-        ("pipe.gguf", "is not a regular file"),
-    ):
-        assert (await refusal_of(tmp_path / name)).reason == reason
-
-
-async def test_a_path_through_a_file_is_refused(tiny_path: Path) -> None:
-    await refusal_of(tiny_path / "model.gguf")
-
-
-@pytest.mark.parametrize("path", ["model\0.gguf", "x" * 10_000, "lone \ud800 surrogate.gguf"])
-async def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
-    await refusal_of(path)
-
-
-async def test_a_known_model_that_is_not_pulled_names_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_no_file_is_refused(
+    tmp_path: Path, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMAD_MODELS_DIR", str(tmp_path))
-    assert "pull smollm2-135m" in (await refusal_of("smollm2-135m")).reason
-    await refusal_of("no-such-model")
+    os.mkfifo(tmp_path / "pipe.gguf")  # whose writer nobody waits for
+    for path, reason in (
+        (tmp_path / "none.gguf", "no such file"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "pipe.gguf", "is not a regular file"),
+        (tiny_path / "model.gguf", ".+"),  # a path through a file
+        *(("model\0.gguf", ".+"), ("x" * 10_000, ".+"), ("lone \ud800 surrogate.gguf", ".+")),
+        ("smollm2-135m", ".+pull smollm2-135m.*"),  # known, and not pulled
+        ("no-such-model", ".+"),
+    ):
+        assert re.fullmatch(reason, (await refusal_of(path)).reason, re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +68,11 @@ async def test_what_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> Non
     await refusal_of(path)
 
 
-def cut_off(path: Path, share: float) -> None:
-    os.truncate(path, int(share * path.stat().st_size))
-
-
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.5, 0.99])
 async def test_a_truncated_gguf_is_refused(tmp_path: Path, tiny_path: Path, share: float) -> None:
     path = tmp_path / "model.gguf"
-    shutil.copy(tiny_path, path)
-    cut_off(path, share)
+    content = await trio.Path(tiny_path).read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
     await refusal_of(path)
 
 

@@ -7,19 +7,16 @@ a crash of that process is a failed test, and not the end of all of them.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
 from llamad_trio import InferenceError, LlamadError, ProtocolError, Request, open_engine
+from tests.apart import run_apart
 from tests.support import EXACT
 
 if TYPE_CHECKING:
-    from llamad_trio import Engine
     from tests.models import TinyModels
 
 
@@ -134,17 +131,12 @@ BOUNDED: dict[str, dict[str, Any]] = {
 }
 
 
-async def outcome(engine: Engine, fields: dict[str, Any]) -> LlamadError | None:
-    try:
-        request = Request("x", raw=True, **{"max_tokens": 30, "temperature": 1.0, **fields})
-        await engine.complete(request)
-    except LlamadError as error:
-        return error
-    return None
-
-
-async def attack(path: str) -> None:
+def print_outcomes(path: str) -> None:
     """What the process of its own does: prints the outcomes, by name, as JSON."""
+    print(json.dumps(trio.run(attack, path)))
+
+
+async def attack(path: str) -> dict[str, str]:
     told: dict[str, str] = {}
     calm = Request("calm", raw=True, temperature=0, max_tokens=150)
     async with open_engine(path, EXACT, n_slots=4) as engine:
@@ -160,29 +152,24 @@ async def attack(path: str) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
             for name, fields in {**REFUSED, **BOUNDED}.items():
-                error = await outcome(engine, fields)
-                told[name] = "completed" if error is None else type(error).__name__
+                fields = {"max_tokens": 30, "temperature": 1.0, **fields}
+                try:
+                    await engine.complete("x", raw=True, **fields)
+                    told[name] = "completed"
+                except LlamadError as error:
+                    told[name] = type(error).__name__
             good = await engine.complete("x", raw=True, regex="good", max_tokens=10)
             await generated.wait()
             nursery.cancel_scope.cancel()
         told["good"] = good.text
         told["beside"] = "undisturbed" if set(beside) == {alone} else "disturbed"
-    print(json.dumps(told))
+    return told
 
 
 @pytest.fixture(scope="module")
 def told(tiny_model: TinyModels) -> dict[str, str]:
     path = tiny_model("attention", n_ctx_train=100_000)
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.engine.test_hostile_constraints", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    outcomes: dict[str, str] = json.loads(result.stdout)
+    outcomes: dict[str, str] = run_apart(print_outcomes, str(path))
     return outcomes
 
 
@@ -196,13 +183,7 @@ async def test_it_ends(told: dict[str, str], name: str) -> None:
     assert told[name] in {"completed", ProtocolError.__name__, InferenceError.__name__}
 
 
-async def test_the_stream_beside_them_is_undisturbed(told: dict[str, str]) -> None:
-    assert told["beside"] == "undisturbed"
-
-
-async def test_the_engine_goes_on(told: dict[str, str]) -> None:
-    assert told["good"] == "good"
-
-
-if __name__ == "__main__":
-    trio.run(attack, sys.argv[1])
+async def test_the_engine_goes_on_and_the_stream_beside_them_is_undisturbed(
+    told: dict[str, str],
+) -> None:
+    assert (told["good"], told["beside"]) == ("good", "undisturbed")

@@ -272,21 +272,13 @@ FIELDS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("seed", "n"), [(1, 40), *(pytest.param(s, 400, marks=pytest.mark.slow) for s in range(2, 12))]
+)
 @pytest.mark.parametrize("make", [Maker.of_numbers, Maker.of_texts, Maker.of_all])
-async def test_schemas_made_at_random(make: Callable[[Maker], dict[str, Any]]) -> None:
-    check_random(make, seed=1, n=40)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 12))
-@pytest.mark.parametrize("make", [Maker.of_numbers, Maker.of_texts, Maker.of_all])
-async def test_many_schemas_made_at_random(
-    make: Callable[[Maker], dict[str, Any]], seed: int
+async def test_schemas_made_at_random(
+    make: Callable[[Maker], dict[str, Any]], seed: int, n: int
 ) -> None:
-    check_random(make, seed=seed, n=400)
-
-
-def check_random(make: Callable[[Maker], dict[str, Any]], *, seed: int, n: int) -> None:
     maker = Maker(seed)
     counts = [check_walks(make(maker), maker.chance, 12) for _ in range(n)]
     assert sum(count > 0 for count in counts) > n / 4

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-import trio
 
 from llamad_trio import Request, open_engine
-from llamad_trio.llama.llama_runtime import LlamaRuntime
 from tests.models import DECODER_KINDS, SLIDING_WINDOW_TOKENS
-from tests.support import EXACT, read_all
+from tests.support import EXACT, read_all, side_by_side
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Completion, Engine
-    from llamad_trio.scheduling.plan import StepPlan, StepResult
     from tests.models import Kind
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
@@ -33,37 +31,14 @@ def some_tokens(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(LETTERS, k=n)
 
 
-class Teller:
-    """An engine, and the tokens that its requests are said in."""
-
-    def __init__(self, engine: Engine, told: list[int]) -> None:
-        self._engine = engine
-        self._told = told
-
-    async def __call__(
-        self, prompt: list[int], max_tokens: int = 12
-    ) -> tuple[Completion, list[int]]:
-        """What follows the prompt, and its tokens.  One at a time."""
-        self._told.clear()
-        asked = Request(prompt, max_tokens=max_tokens, temperature=0)
-        done = await self._engine.complete(asked)
-        assert len(self._told) == max_tokens
-        return done, list(self._told)
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every token that is sampled, in order."""
-    tokens: list[int] = []
-    run_step = LlamaRuntime.step
-
-    def step(runtime: LlamaRuntime, plan: StepPlan) -> StepResult:
-        result = run_step(runtime, plan)
-        tokens.extend(sampled.token for sampled in result.sampled.values())
-        return result
-
-    monkeypatch.setattr(LlamaRuntime, "step", step)
-    return tokens
+async def tell(
+    engine: Engine, prompt: list[int], max_tokens: int = 12
+) -> tuple[Completion, list[int]]:
+    """What follows the prompt, and its tokens."""
+    asked = Request(prompt, max_tokens=max_tokens, temperature=0, logprobs=0)
+    done = await engine.complete(asked)
+    assert done.logprobs is not None
+    return done, [told.token for told in done.logprobs]
 
 
 # -- whose prefix it may be -----------------------------------------------------------------
@@ -99,35 +74,25 @@ async def test_requests_that_arrive_together_compute_what_they_share_once(path: 
     async with open_engine(path, EXACT, n_slots=8, kv_cache=False) as engine:
         alone = [await engine.complete_text(request) for request in asked]
         assert engine.stats().prefill_tokens == 8 * 420
-    done: dict[int, Completion] = {}
     async with open_engine(path, EXACT, n_slots=8) as engine:
-
-        async def complete(n: int) -> None:
-            done[n] = await engine.complete(asked[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(8):
-                nursery.start_soon(complete, n)
+        done = await side_by_side(partial(engine.complete, request) for request in asked)
         stats = engine.stats()
-    assert [done[n].text for n in range(8)] == alone
+    assert [d.text for d in done] == alone
     assert stats.prefill_tokens == 400 + 8 * 20
     assert stats.cached_tokens == 7 * 400
-    assert sorted(d.cached_tokens for d in done.values()) == [0, *[400] * 7]
+    assert sorted(d.cached_tokens for d in done) == [0, *[400] * 7]
 
 
 # -- memories with a state ------------------------------------------------------------------
 
 
 @with_state
-async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(
-    path: Path, told: list[int]
-) -> None:
+async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(path: Path) -> None:
     conversation = some_tokens(50)
     turns: list[tuple[list[int], str]] = []
     async with open_engine(path, EXACT) as engine:
-        tell = Teller(engine, told)
         for turn in range(5):
-            done, answer = await tell(conversation)
+            done, answer = await tell(engine, conversation)
             turns.append((conversation, done.text))
             # The last token that was said has never been read.
             n_new = 1 + 10 if turn else len(conversation)
@@ -152,12 +117,10 @@ async def test_another_turn_after_the_same_prompt_goes_on_from_its_end(path: Pat
 
 
 @with_state
-async def test_a_changed_history_is_computed_from_its_start_and_right(
-    path: Path, told: list[int]
-) -> None:
+async def test_a_changed_history_is_computed_from_its_start_and_right(path: Path) -> None:
     prompt = some_tokens(60)
     async with open_engine(path, EXACT) as engine:
-        _, answer = await Teller(engine, told)(prompt)
+        _, answer = await tell(engine, prompt)
         whole = prompt + answer
         for changed in (
             whole[:30] + some_tokens(20, 1),  # shorter
@@ -207,13 +170,12 @@ async def cold_text(path: Path, asked: Request) -> str:
 @kinds
 @pytest.mark.parametrize("n_turns", [20, pytest.param(200, marks=pytest.mark.slow)])
 async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
-    path: Path, told: list[int], n_turns: int
+    path: Path, n_turns: int
 ) -> None:
     draw = random.Random(5)
     asked: list[Request] = []
     texts: list[str] = []
     async with open_engine(path, EXACT, n_ctx=256) as engine:
-        tell = Teller(engine, told)
         conversation: list[int] = []
         for turn in range(n_turns):
             if len(conversation) > 180:
@@ -221,7 +183,7 @@ async def test_a_long_conversation_in_a_small_pool_says_what_it_says_cold(
                 conversation = conversation[: draw.choice([20, 90, 150])]
             conversation = conversation + some_tokens(draw.randint(1, 20), turn)
             asked.append(Request(conversation, max_tokens=10, temperature=0))
-            done, answer = await tell(conversation, 10)
+            done, answer = await tell(engine, conversation, 10)
             texts.append(done.text)
             conversation = conversation + answer
             if draw.random() < 0.3:

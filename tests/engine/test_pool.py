@@ -1,9 +1,10 @@
 """One pool for all slots, in every kind of memory: what is reused, who gives way, and that nobody
-notices."""
+notices.  Who it is that gives way is in `tests.scheduling`."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support import (
     EXACT,
     ONE_THREAD,
     count_pieces,
+    side_by_side,
     threads_of_ours,
     until,
     until_idle,
@@ -27,13 +29,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine
     from tests.models import Kind
-
-CAN_REWIND: dict[Kind, bool] = {
-    "attention": True,
-    "sliding-window": True,
-    "recurrent": False,
-    "hybrid": False,
-}
 
 # Longer than the sliding window.
 PROMPT = "the cat and the rat ran in the rain, then they rested"
@@ -53,18 +48,9 @@ def requests(n: int, max_tokens: int) -> list[Request]:
     ]
 
 
-async def stream_all(engine: Engine, asked: list[Request]) -> list[str]:
+async def texts_of(engine: Engine, asked: list[Request]) -> list[str]:
     """The texts of requests that run at once, in the order of the requests."""
-    texts: dict[int, str] = {}
-
-    async def stream(i: int) -> None:
-        async with engine.stream(asked[i]) as tokens:
-            texts[i] = "".join([piece async for piece in tokens])
-
-    async with trio.open_nursery() as nursery:
-        for i in range(len(asked)):
-            nursery.start_soon(stream, i)
-    return [texts[i] for i in range(len(asked))]
+    return await side_by_side(partial(engine.complete_text, request) for request in asked)
 
 
 # -- every kind of memory --------------------------------------------------------------------
@@ -74,10 +60,11 @@ async def stream_all(engine: Engine, asked: list[Request]) -> list[str]:
 async def test_what_is_reused_is_what_can_be(path: Path, kind: Kind) -> None:
     asked = Request(PROMPT, max_tokens=12, temperature=0)
     async with open_tiny(path) as engine:
-        assert engine.info.can_rewind == CAN_REWIND[kind]
+        can_rewind = kind in ("attention", "sliding-window")
+        assert engine.info.can_rewind == can_rewind
         cold, warm = [await engine.complete(asked) for _ in range(2)]
         assert cold.cached_tokens == 0
-        assert warm.cached_tokens == (warm.prompt_tokens - 1 if CAN_REWIND[kind] else 0)
+        assert warm.cached_tokens == (warm.prompt_tokens - 1 if can_rewind else 0)
         assert warm.text == cold.text
         assert engine.stats().kv_retained_tokens > 0
         assert engine.stats().cached_tokens == warm.cached_tokens
@@ -88,7 +75,7 @@ async def test_requests_side_by_side_say_what_they_say_alone(path: Path) -> None
     asked = requests(8, max_tokens=20)
     async with open_tiny(path) as engine:
         alone = [await engine.complete_text(request) for request in asked]
-        assert await stream_all(engine, asked) == alone
+        assert await texts_of(engine, asked) == alone
         assert len(set(alone)) == 8
     assert threads_of_ours() == []
 
@@ -100,7 +87,7 @@ async def test_preempted_requests_say_what_they_say_alone(path: Path) -> None:
         alone = [await engine.complete_text(request) for request in asked]
         n_prompt = await engine.count_tokens(asked[0])
     async with open_tiny(path, n_ctx=2 * (n_prompt + 40)) as engine:
-        assert await stream_all(engine, asked) == alone
+        assert await texts_of(engine, asked) == alone
         assert engine.stats().preemptions > 0
         await until_idle(engine)
 
@@ -118,7 +105,7 @@ async def test_cancels_at_any_moment_leave_the_others_and_the_next_as_they_were(
                 nursery.cancel_scope.cancel()
             async with engine.stream(PROMPT, max_tokens=ENDLESS) as tokens:
                 await count_pieces(tokens, n_pieces)
-            assert await stream_all(engine, asked) == alone
+            assert await texts_of(engine, asked) == alone
         await until_idle(engine)
         stats = engine.stats()
         assert stats.requests["cancelled"] == 6
@@ -142,7 +129,7 @@ async def test_a_batch_of_one_token_serves(path: Path) -> None:
         assert await engine.complete_text(asked) == expected
 
 
-# -- who gives way, and who waits ------------------------------------------------------------
+# -- the books ------------------------------------------------------------------------------
 
 
 async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:
@@ -161,7 +148,7 @@ async def test_the_books_add_up_at_every_moment(tiny_path: Path) -> None:
     auditor = Auditor()
     async with open_engine(tiny_path, ONE_THREAD, n_ctx=256) as engine:
         trio.lowlevel.add_instrument(auditor)
-        await stream_all(engine, [Request([20 + n] * 40, max_tokens=60) for n in range(8)])
+        await texts_of(engine, [Request([20 + n] * 40, max_tokens=60) for n in range(8)])
         # Trio removes an instrument that raises.
         trio.lowlevel.remove_instrument(auditor)
         stats = engine.stats()
