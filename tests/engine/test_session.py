@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine, Session
-    from tests.engine.sessions import PREFIX, SUFFIX, cold, opened, raw, said, tokens_of
-from tests.models import TinyModels
+    from tests.models import TinyModels
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 

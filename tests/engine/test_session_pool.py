@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from llamad_trio import EngineClosed, InferenceError, PrefixStatus, Request, UnsupportedFeature
+from llamad_trio import EngineClosed, InferenceError, Request, UnsupportedFeature
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import StepResult, StepStatus
 from tests.engine.sessions import PREFIX, SUFFIX, cold, opened, raw, said, tokens_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from llamad_trio import Engine, Session
     from llamad_trio.scheduling.plan import StepPlan
-    from tests.engine.sessions import PREFIX, SUFFIX, cold, opened, raw, said, tokens_of
 
 kinds = pytest.mark.parametrize("kind", DECODER_KINDS)
 
@@ -145,13 +144,9 @@ async def test_a_session_outlives_its_engine_as_closed(tiny_path: Path) -> None:
 async def test_an_engine_that_closes_meanwhile_ends_a_prefill(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    errors: list[BaseException] = []
-
     async def prefill(session: Session) -> None:
-        try:
+        with pytest.raises(EngineClosed):
             await session.ensure_prefix(PREFIX)
-        except EngineClosed as error:
-            errors.append(error)
 
     async with trio.open_nursery() as nursery:
         with held_steps(monkeypatch) as steps:
@@ -160,7 +155,6 @@ async def test_an_engine_that_closes_meanwhile_ends_a_prefill(
                 nursery.start_soon(prefill, await manager.__aenter__())
                 await until(steps.begun.is_set)
                 steps.let_go()
-    assert len(errors) == 1
     await manager.__aexit__(None, None, None)
 
 
@@ -173,18 +167,12 @@ async def test_without_the_kv_cache_there_are_no_sessions(tiny_path: Path) -> No
 async def test_a_session_closed_while_it_prefills_holds_nothing(
     exact: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses: list[PrefixStatus] = []
-
-    async def prefill(session: Session) -> None:
-        statuses.append(await session.ensure_prefix(PREFIX))
-
     with held_steps(monkeypatch) as steps:
         async with trio.open_nursery() as nursery:
             async with exact.session() as session:
-                nursery.start_soon(prefill, session)
+                nursery.start_soon(session.ensure_prefix, PREFIX)
                 await until(steps.begun.is_set)
             steps.let_go()
-    assert len(statuses) == 1
     assert exact._desk.decode.scheduler._pool._held == {}
 
 
@@ -288,8 +276,7 @@ async def test_a_fork_outlives_what_it_came_from(exact: Engine) -> None:
 
 @pytest.mark.parametrize("kind", ["attention", "recurrent"])
 async def test_more_sessions_than_sequences_all_work(path: Path) -> None:
-    path, n = path, 24
-    suffixes = [f"{letter} hat" for letter in "abcdefghijklmnopqrstuvwxyz"[:n]]
+    suffixes = [f"{letter} hat" for letter in "abcdefghijklmnopqrstuvwx"]
     async with opened(path) as engine:
         async with AsyncExitStack() as stack:
             sessions = [await stack.enter_async_context(engine.session()) for _ in suffixes]

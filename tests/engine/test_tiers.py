@@ -6,8 +6,8 @@ import errno
 import logging
 import os
 import random
-import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,21 @@ from llamad_trio import Request, open_engine
 from llamad_trio.engine.lane import Lane
 from llamad_trio.engine.store import SnapshotStore
 from tests.models import DECODER_KINDS
-from tests.support import EXACT, HeldSteps, held_steps, threads_of_ours, until, until_idle
+from tests.support import (
+    EXACT,
+    HeldSteps,
+    held_steps,
+    side_by_side,
+    threads_of_ours,
+    until,
+    until_idle,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
-    from llamad_trio import Completion, Engine
+    from llamad_trio import Engine
     from tests.models import Kind, TinyModels
 
 PLENTY = 1 << 30
@@ -68,12 +76,10 @@ def opened(
     )
 
 
-async def cold(path: Path, seed: int = 1) -> str:
-    """What the second request says where nothing is reused."""
+async def cold(path: Path, asked: Request | None = None) -> str:
+    """What a request (the second one, if no other) says where nothing is reused."""
     async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
-        done = await engine.complete(second(seed))
-        assert done.cached_tokens == 0
-        return done.text
+        return await engine.complete_text(asked or second(1))
 
 
 async def leave_prefix(path: Path, folder: Path, seed: int = 1) -> None:
@@ -164,12 +170,10 @@ async def test_a_part_of_what_was_kept_is_of_use_where_all_of_it_was_written(
 ) -> None:
     asked = Request([*prefix(1)[:50], *[5] * 20], max_tokens=12, temperature=0)
     await leave_prefix(path, tmp_path)
-    async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
-        expected = await engine.complete_text(asked)
     async with opened(path, folder=tmp_path) as engine:
         done = await engine.complete(asked)
         assert done.cached_tokens == (50 if kind == "attention" else 0)
-        assert done.text == expected
+        assert done.text == await cold(path, asked)
         assert engine.stats().aborted_steps == 0  # what is of no use is not tried
 
 
@@ -177,22 +181,13 @@ async def test_a_part_of_what_was_kept_is_of_use_where_all_of_it_was_written(
 async def test_many_prefixes_take_turns_in_a_pool_that_is_too_small(
     path: Path, tmp_path: Path
 ) -> None:
-    async with open_engine(path, EXACT, n_ctx=N_CTX, kv_cache=False) as engine:
-        expected = {seed: await engine.complete_text(second(seed)) for seed in range(6)}
     async with opened(path, folder=tmp_path, ram=PLENTY) as engine:
         for seed in range(6):
             await engine.complete(first(seed))
-        texts: dict[int, Completion] = {}
-
-        async def ask(seed: int) -> None:
-            texts[seed] = await engine.complete(second(seed))
-
-        async with trio.open_nursery() as nursery:
-            for seed in range(6):
-                nursery.start_soon(ask, seed)
-    assert {seed: done.text for seed, done in texts.items()} == expected
+        done = await side_by_side(partial(engine.complete, second(seed)) for seed in range(6))
+    assert [each.text for each in done] == [await cold(path, second(seed)) for seed in range(6)]
     # Who is admitted together with another, for whom its prefix leaves, cannot wait for it.
-    cached = [done.cached_tokens for done in texts.values()]
+    cached = [each.cached_tokens for each in done]
     assert set(cached) <= {0, N_PREFIX}
     assert cached.count(N_PREFIX) >= 3
 
@@ -268,7 +263,7 @@ async def test_two_engines_share_a_directory(path: Path, tmp_path: Path) -> None
         async with opened(path, folder=tmp_path) as engine:
             done = await engine.complete(second(seed))
             assert done.cached_tokens >= N_PREFIX
-            assert done.text == await cold(path, seed)
+            assert done.text == await cold(path, second(seed))
 
 
 # -- waiting for a disk ---------------------------------------------------------------------
@@ -344,24 +339,19 @@ async def test_an_engine_that_closes_in_the_middle_of_a_step_keeps_nothing_wrong
             await until(lambda: engine.stats().slots["free"] < 2)
             nursery.cancel_scope.cancel()
     async with opened(path, folder=tmp_path) as engine:
-        for seed in (1, 2):
-            assert await engine.complete_text(second(seed)) == await cold(path, seed)
+        for asked in (second(1), second(2)):
+            assert await engine.complete_text(asked) == await cold(path, asked)
 
 
 @kinds
 async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
     path: Path, tmp_path: Path
 ) -> None:
-    lane = Lane()
-    begun, go = threading.Event(), threading.Event()
-
-    def occupy() -> None:
-        begun.set()
-        assert go.wait(timeout=60)
+    lane, busy_lane = Lane(), HeldSteps()
 
     async def free_the_lane(engine: Engine) -> None:
         await until(lambda: engine._desk.decode.closed is not None)
-        go.set()
+        busy_lane.let_go()
 
     async with (
         lane.hosted(),
@@ -374,16 +364,16 @@ async def test_what_a_step_that_never_began_was_to_arrange_is_not_kept(
         n_seqs = engine._desk.facts.n_seqs
         for seed in range(n_seqs):
             await engine.complete(first(seed))
-        busy.start_soon(lambda: lane.run(occupy, abort=lambda: None))
-        await until(begun.is_set)
+        busy.start_soon(lambda: lane.run(busy_lane.hold, abort=lambda: None))
+        await until(busy_lane.begun.is_set)
         nursery.start_soon(engine.complete, second(n_seqs - 1))
         await until(lambda: engine._desk.decode.scheduler._plan is not None)
         # Its turn comes when the engine is closed.
         busy.start_soon(free_the_lane, engine)
         nursery.cancel_scope.cancel()
     async with opened(path, n_ctx=2048, folder=tmp_path) as engine:
-        for seed in (0, n_seqs - 1):
-            assert await engine.complete_text(second(seed)) == await cold(path, seed)
+        for asked in (second(0), second(n_seqs - 1)):
+            assert await engine.complete_text(asked) == await cold(path, asked)
 
 
 # -- nothing to keep them in ----------------------------------------------------------------
@@ -397,27 +387,17 @@ async def test_without_the_kv_cache_there_are_no_tiers(stored: Path, tmp_path: P
     assert {file: file.read_bytes() for file in files_in(tmp_path)} == files
 
 
-def be_in_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.write_text("in the way")
-
-
-def be_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fail)
-
-
-@pytest.mark.parametrize("trouble", [be_in_the_way, be_full])
 async def test_a_disk_that_takes_nothing_is_as_none_with_one_warning(
     tiny_model: TinyModels,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    trouble: Callable[[Path, pytest.MonkeyPatch], None],
 ) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
     path, folder = tiny_model("attention"), tmp_path / "cache"
-    trouble(folder, monkeypatch)
     async with opened(path, folder=folder) as engine:
         for seed in (1, 2, 3):
             for asked in (first(seed), CROWD):
