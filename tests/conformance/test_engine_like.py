@@ -37,7 +37,7 @@ from llamad_trio import (
     UnsupportedFeature,
 )
 from tests.conformance.engines import FAILURE, N_CTX
-from tests.support import ENDLESS, side_by_side, until, until_idle, until_queued
+from tests.support import ENDLESS, until, until_idle, until_queued
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Opener, Pair
@@ -194,17 +194,6 @@ async def test_text_and_numbers_may_be_of_a_class_of_their_own(pair: Pair) -> No
     tokens = [Number(token) for token in await pair.engine.tokenize(Text("the cat"))]
     assert await pair.engine.detokenize(tokens) == "the cat"
     assert len(await pair.engine.score("the cat", [Text("a")])) == 1
-
-
-async def test_many_requests_at_once_have_each_their_own_text(pair: Pair) -> None:
-    asked = [
-        attrs.evolve(CAT, prompt=f"the cat {n}", temperature=1.5, seed=n, max_tokens=8 + n)
-        for n in range(12)
-    ]
-    texts = await side_by_side(partial(pair.engine.complete_text, request) for request in asked)
-    assert texts == [await pair.engine.complete_text(request) for request in asked]
-    await until_idle(pair.behind)
-    assert pair.behind.stats().requests == {"completed": 24, "failed": 0, "cancelled": 0}
 
 
 # -- text and tokens ------------------------------------------------------------------------

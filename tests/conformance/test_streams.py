@@ -311,7 +311,7 @@ async def test_a_paused_stream_can_be_left(pair: Pair) -> None:
     assert pair.behind.stats().requests["cancelled"] == 1
 
 
-async def test_many_streams_at_once_have_each_their_own_text(
+async def test_many_streams_or_completions_at_once_have_each_their_own_text(
     pair: Pair, streaming: Streaming
 ) -> None:
     asked = [Request(f"the cat {n}", max_tokens=8 + n, temperature=1.5, seed=n) for n in range(12)]
@@ -322,6 +322,11 @@ async def test_many_streams_at_once_have_each_their_own_text(
 
     texts = await side_by_side(partial(read, request) for request in asked)
     assert texts == [await pair.engine.complete_text(request) for request in asked]
+    assert texts == await side_by_side(
+        partial(pair.engine.complete_text, request) for request in asked
+    )
+    await until_idle(pair.behind)
+    assert pair.behind.stats().requests == {"completed": 36, "failed": 0, "cancelled": 0}
 
 
 # -- what an engine tells of itself ---------------------------------------------------------

@@ -1,8 +1,10 @@
 """A request has one outcome, and it is the one that was asked for; a stream of it comes in whole
-characters, at its reader's pace.  What holds for every engine is in `tests.conformance`."""
+characters, at its reader's pace; who leaves costs nobody anything.  What holds for every engine is
+in `tests.conformance`."""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,16 +14,20 @@ import pytest
 import trio
 
 from llamad_trio import PromptTooLong, Request, open_engine
+from llamad_trio.constraints.gbnf_lark import gbnf_to_lark
+from llamad_trio.engine.preprocess import MAX_THREADS
 from llamad_trio.llama.llama_runtime import LlamaRuntime
+from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.support import (
     ENDLESS,
-    EXACT,
     ONE_THREAD,
     SURE_PROMPTS,
+    before_steps,
     held_steps,
     read_all,
     side_by_side,
     until,
+    until_idle,
     until_queued,
 )
 
@@ -29,6 +35,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
+    from llamad_trio.constraints.compiler import Matcher
+    from llamad_trio.constraints.constraint import Constraint
+    from llamad_trio.scheduling.plan import StepPlan
     from tests.models import TinyModels
 
 
@@ -224,15 +233,122 @@ async def test_all_slots_paused_wait_without_computing_until_one_is_read(tiny: E
     assert len(set(await side_by_side([*[read_late] * 4, look_and_let_go]))) == 1
 
 
-async def test_a_reader_that_pauses_lets_those_who_wait_have_its_room(tiny_path: Path) -> None:
-    async with open_engine(tiny_path, EXACT, n_ctx=256, n_slots=1) as engine:
-        asked = Request("the cat", max_tokens=150, temperature=0)
-        text = await engine.complete_text(asked)
-        async with engine.stream(asked) as slow:
-            await until(lambda: engine.stats().slots["paused"] == 1)
-            # There is one slot only.
-            other = await engine.complete("a hat", max_tokens=30)
-            assert other.generated_tokens == 30
-            assert engine.stats().preemptions == 1
-            assert (await slow.result()).text == text
-        assert slow.text == text
+# -- cancelled ------------------------------------------------------------------------------
+
+
+async def test_a_step_that_nobody_wants_any_more_is_aborted(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_steps(monkeypatch) as steps:
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(tiny.complete, "the cat")
+            await until(steps.begun.is_set)
+            nursery.cancel_scope.cancel()
+    await until_idle(tiny)
+    assert tiny.stats().aborted_steps == 1
+    assert tiny.stats().requests == {"completed": 0, "failed": 0, "cancelled": 2}
+
+
+async def test_a_step_shared_with_others_is_left_to_finish(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Request("the cat", max_tokens=8, temperature=0)
+    text = await tiny.complete_text(asked)
+    scope = trio.CancelScope()
+    plans: list[StepPlan] = []
+
+    def cancel_in_a_shared_step(plan: StepPlan) -> None:
+        plans.append(plan)
+        if [len(plan.work) for plan in plans].count(2) == 1:
+            trio.from_thread.run_sync(scope.cancel)
+            trio.from_thread.run(until, lambda: tiny.stats().requests["cancelled"] == 1)
+
+    async def complete_until_cancelled() -> None:
+        with scope:
+            await tiny.complete("a hat", max_tokens=ENDLESS)
+
+    before_steps(monkeypatch, cancel_in_a_shared_step)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(complete_until_cancelled)
+        assert await tiny.complete_text(asked) == text
+    assert scope.cancelled_caught
+    assert len(plans[-1].work) == 1
+    assert tiny.stats().aborted_steps == 0
+
+
+async def test_a_long_prompt_is_cancelled_while_it_is_tokenised(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = trio.Event(), trio.Event()
+    tokenize = LlamaRuntime.tokenize
+
+    def wait_and_tokenize(
+        runtime: LlamaRuntime, text: str, *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        trio.from_thread.run_sync(begun.set)
+        trio.from_thread.run(go.wait)
+        return tokenize(runtime, text, add_special=add_special, parse_special=parse_special)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaRuntime, "tokenize", wait_and_tokenize)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tiny.complete, "the cat " * 500)
+            await begun.wait()
+            nursery.cancel_scope.cancel()
+        # The caller has left already; the thread ends in its own time.
+        assert tiny.stats().requests["cancelled"] == 1
+        go.set()
+    assert (await tiny.complete("the cat", max_tokens=2)).generated_tokens == 2
+    assert tiny.stats().requests == {"completed": 1, "failed": 0, "cancelled": 1}
+
+
+# -- prepared in threads --------------------------------------------------------------------
+
+HANG_S = 30
+
+
+class SlowToCompile(ScriptedModel):
+    """Compiles what is hard only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__("easy")
+        self.may_go_on = threading.Event()
+        self.compiled: list[object] = []
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        self.compiled.append(constraint.source)
+        if constraint.source == "hard":
+            assert self.may_go_on.wait(HANG_S)
+        return super().compile(constraint)
+
+
+async def test_what_waits_to_be_compiled_and_is_cancelled_is_not_compiled() -> None:
+    model = SlowToCompile()
+    async with open_scripted_engine(model) as engine:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3 * MAX_THREADS):
+                nursery.start_soon(engine.complete, Request("x", raw=True, regex="hard"))
+            await until(lambda: len(model.compiled) == MAX_THREADS)
+            nursery.cancel_scope.cancel()
+        model.may_go_on.set()
+        assert (await engine.complete("x", raw=True, regex="easy")).text == "easy"
+    assert model.compiled == ["hard"] * MAX_THREADS + ["easy"]
+
+
+async def test_no_grammar_is_read_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def noting(source: str, root: str) -> str:
+        threads.append(threading.current_thread())
+        return gbnf_to_lark(source, root)
+
+    monkeypatch.setattr("llamad_trio.chat.conversation.gbnf_to_lark", noting)
+    request = Request("x", raw=True, grammar='root ::= "easy"')
+    async with open_scripted_engine("easy") as engine:
+        await engine.complete(request)
+        await engine.count_tokens(request)
+        await engine.render(request)
+        await engine.score(request, ["easy"])
+    assert len(threads) == 4
+    assert threading.current_thread() not in threads

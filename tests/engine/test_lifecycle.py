@@ -23,6 +23,7 @@ from llamad_trio import (
     open_engine,
 )
 from tests.apart import run_apart
+from tests.conformance.test_engine_like import QUESTIONS
 from tests.llama.growth import print_reopened
 from tests.support import (
     ENDLESS,
@@ -120,16 +121,6 @@ async def test_a_cancel_around_the_block_is_no_error(tiny_path: Path) -> None:
 
 # -- where it may be used -------------------------------------------------------------------
 
-USES: list[Callable[[Engine], Awaitable[object]]] = [
-    lambda engine: engine.complete("the cat"),
-    lambda engine: engine.complete_text("the cat"),
-    lambda engine: engine.stream("the cat").__aenter__(),
-    lambda engine: engine.render("the cat"),
-    lambda engine: engine.count_tokens("the cat"),
-    lambda engine: engine.tokenize("the cat"),
-    lambda engine: engine.detokenize([5]),
-]
-
 
 async def test_another_trio_run_is_refused_and_does_no_harm(tiny_path: Path) -> None:
     def use_elsewhere(use: Callable[[Engine], Awaitable[object]]) -> None:
@@ -140,7 +131,7 @@ async def test_another_trio_run_is_refused_and_does_no_harm(tiny_path: Path) -> 
         trio.run(main)
 
     async with open_engine(tiny_path, ONE_THREAD) as engine:
-        for use in USES:
+        for use in (*QUESTIONS, lambda engine: engine.stream("the cat").__aenter__()):
             await trio.to_thread.run_sync(use_elsewhere, use)
         assert (await engine.complete("the cat", max_tokens=2)).generated_tokens == 2
 

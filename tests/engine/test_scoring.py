@@ -173,20 +173,6 @@ async def test_the_prompt_is_computed_once(tiny: Engine, n_options: int) -> None
     assert again <= n_options_tokens
 
 
-async def test_a_prompt_that_was_computed_already_is_reused(tiny: Engine) -> None:
-    done = await tiny.complete(PROMPT, max_tokens=4, temperature=0)
-    before = tiny.stats().prefill_tokens
-    await tiny.score(PROMPT, ["a", "in"])
-    assert tiny.stats().prefill_tokens - before < done.prompt_tokens / 2
-
-
-async def test_only_the_prompt_is_retained(tiny: Engine) -> None:
-    n_prompt = await tiny.count_tokens(PROMPT)
-    await tiny.score(PROMPT, [f"{option} and more of it" for option in OPTIONS])
-    await until_idle(tiny)
-    assert n_prompt - 1 <= tiny.stats().kv_retained_tokens <= n_prompt
-
-
 async def check_nothing_is_held(engine: Engine) -> None:
     """In a pool of 512 tokens, where the prompt of the scoring can give way to another."""
     await until_idle(engine)
