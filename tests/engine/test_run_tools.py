@@ -162,12 +162,10 @@ async def test_async_tools_run_in_trio_and_others_beside_it() -> None:
     threads: list[int] = []
 
     async def inside() -> None:
-        """Here."""
         threads.append(threading.get_ident())
         await trio.lowlevel.checkpoint()
 
     def outside() -> None:
-        """Elsewhere."""
         threads.append(threading.get_ident())
 
     await result_of(inside)
@@ -183,7 +181,6 @@ async def test_the_calls_of_one_reply_run_side_by_side() -> None:
     arrived: dict[str, trio.Event] = {"left": trio.Event(), "right": trio.Event()}
 
     async def meet(name: str, other: str) -> str:
-        """Wait for the other."""
         arrived[name].set()
         await arrived[other].wait()
         return f"{name} met {other}"
@@ -191,7 +188,6 @@ async def test_the_calls_of_one_reply_run_side_by_side() -> None:
     barrier = threading.Barrier(2, timeout=60)
 
     def meet_in_thread() -> str:
-        """Wait for another thread."""
         barrier.wait()
         return "met"
 
@@ -248,12 +244,10 @@ async def test_one_tool_that_fails_leaves_the_others_to_end() -> None:
     failed = trio.Event()
 
     async def fail() -> None:
-        """Fail."""
         failed.set()
         raise ValueError("no luck")
 
     async def last() -> str:
-        """Wait until the other has failed."""
         await failed.wait()
         await trio.lowlevel.checkpoint()
         return "done"
@@ -267,7 +261,6 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model() -> None:
     called: list[object] = []
 
     def odd(n: int) -> int:
-        """Take something."""
         called.append(n)
         return n
 
@@ -281,7 +274,6 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model() -> None:
 
 async def test_a_model_that_was_told_can_do_better() -> None:
     def half(n: int) -> int:
-        """Halve an even number."""
         if n % 2:
             raise ValueError("not even")
         return n // 2
@@ -314,7 +306,6 @@ async def test_a_model_that_never_answers_is_stopped(most: int) -> None:
     n_called = 0
 
     def again() -> str:
-        """Once more."""
         nonlocal n_called
         n_called += 1
         return "again"
@@ -427,7 +418,6 @@ async def test_a_result_that_is_data_is_written_as_json(value: object, data: obj
 )
 async def test_text_is_told_as_it_is(value: str, told: str) -> None:
     def fail() -> str:
-        """Fail."""
         raise ValueError(value)
 
     assert await result_of(Tool("give", "Give.", {}, lambda: value)) == told
@@ -453,7 +443,6 @@ async def test_cancelled_while_tools_run_they_are_cancelled_too() -> None:
     ended: list[str] = []
 
     async def wait(name: str) -> None:
-        """Wait for ever."""
         begun.append(name)
         if len(begun) == 2:
             scope.cancel()
@@ -491,7 +480,6 @@ async def test_cancelled_while_a_thread_runs_it_is_waited_for() -> None:
 
 async def test_a_cancel_inside_a_tool_is_the_tools_own() -> None:
     async def give_up() -> str:
-        """Wait, but not for long."""
         with trio.move_on_after(0):
             await trio.lowlevel.checkpoint()
             must_not_run("waited")

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 
 
-def children() -> list[int]:
-    """This process's children that have not been waited for."""
-    return [
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]
+def children(pid: int | str = "self") -> set[int]:
+    """A process's children that have not been waited for, whichever thread has started them."""
+    return {
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    }
 
 
 def exists(pid: int) -> bool:
@@ -43,14 +43,14 @@ def n_fds() -> int:
 @pytest.fixture(autouse=True)
 def child() -> Iterator[Callable[[], int]]:
     """The process of the isolated engine; afterwards there must be none."""
-    before = set(children())
+    before = children()
 
     def pid_of_child() -> int:
-        (pid,) = set(children()) - before
+        (pid,) = children() - before
         return pid
 
     yield pid_of_child
-    assert set(children()) <= before
+    assert children() <= before
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llamad_trio.preflight import prove
+from tests.isolation.conftest import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,18 +80,9 @@ _of_others: set[int] = set()
 def children_of_earlier_tests() -> None:
     """Such as the process in which `multiprocessing` keeps its books."""
     _of_others.clear()
-    _of_others.update(children_of(os.getpid()))
+    _of_others.update(children())
 
 
 def processes_of_ours() -> set[int]:
     """The children that this process has since the test began."""
-    return children_of(os.getpid()) - _of_others
-
-
-def children_of(pid: int) -> set[int]:
-    """The children of a process, whichever thread has started them."""
-    return {
-        int(child)
-        for thread in Path(f"/proc/{pid}/task").iterdir()
-        for child in (thread / "children").read_text().split()
-    }
+    return children() - _of_others

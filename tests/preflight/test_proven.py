@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,9 @@ from llamad_trio.preflight import prove, store, trial
 from llamad_trio.preflight.prove import proven_config
 from llamad_trio.preflight.trial import try_llama_cpp
 from llamad_trio.preflight.verdict import Verdict
-from tests.preflight.conftest import children_of, processes_of_ours
+from tests.isolation.conftest import children
+from tests.preflight.conftest import processes_of_ours
+from tests.support import side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,37 +105,27 @@ async def test_what_llama_cpp_refuses_is_left_for_it_to_say(tries: list[Verdict]
     assert [verdict.plain.outcome for verdict in tries] == ["refused"]
 
 
-async def test_the_second_time_costs_no_process(
+async def test_many_at_once_wait_for_one_and_the_second_time_costs_no_process(
     tries: list[Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await proven_config(PLAIN, "model")
-    assert await proven_config(PLAIN, "model") == first
+    first, *others = await side_by_side([partial(proven_config, PLAIN, "model")] * 5)
+    others.append(await proven_config(PLAIN, "model"))
     monkeypatch.setattr(prove, "_known", {})  # as another process would be
-    assert await proven_config(PLAIN, "model") == first
+    others.append(await proven_config(PLAIN, "model"))
+    assert others == [first] * 6
     assert len(tries) == 1
 
 
-async def test_many_at_once_wait_for_one(tries: list[Verdict]) -> None:
-    async with trio.open_nursery() as nursery:
-        for _ in range(5):
-            nursery.start_soon(proven_config, PLAIN, "model")
-    assert len(tries) == 1
-
-
-async def test_other_settings_are_tried_anew(tries: list[Verdict]) -> None:
+async def test_other_settings_and_another_library_are_tried_anew(
+    tries: list[Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
     await proven_config(PLAIN, "model")
     await proven_config(EngineConfig(n_threads=2, n_threads_batch=2, type_k="q8_0"), "model")
     assert len(tries) == 2
-
-
-async def test_another_library_is_tried_anew(
-    tries: list[Verdict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await proven_config(PLAIN, "model")
     path, size, changed = store.libraries()[0]
     monkeypatch.setattr(store, "libraries", lambda: [(path, size, changed + 1)])
     await proven_config(PLAIN, "model")
-    assert len(tries) == 2
+    assert len(tries) == 3
 
 
 async def test_it_can_be_left_out(tries: list[Verdict]) -> None:
@@ -235,7 +228,7 @@ async def test_ctrl_c_ends_it_and_the_program(broken: Break, tiny_path: Path) ->
     command = [sys.executable, "-m", "llamad_trio", "complete", "hi", "--model", str(tiny_path)]
     program = await trio.lowlevel.open_process(command, stderr=subprocess.PIPE)
     assert program.stderr is not None
-    while not (tried := children_of(program.pid)):  # noqa: ASYNC110  (there is nothing to wait for)
+    while not (tried := children(program.pid)):  # noqa: ASYNC110  (there is nothing to wait for)
         await trio.sleep(0.01)
     program.send_signal(signal.SIGINT)
     said = b"".join([data async for data in program.stderr])
@@ -332,14 +325,7 @@ async def test_of_an_isolated_engine_its_parent_is_told(
 
 
 async def test_two_programs_at_once_find_the_same(tiny_path: Path, cache: Path) -> None:
-    done: list[subprocess.CompletedProcess[bytes]] = []
-
-    async def run() -> None:
-        done.append(await run_complete(tiny_path))
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(2):
-            nursery.start_soon(run)
+    done = await side_by_side([partial(run_complete, tiny_path)] * 2)
     assert [(ended.returncode, ended.stdout != b"") for ended in done] == [(0, True)] * 2
     assert len(list(cache.iterdir())) == 1
 
