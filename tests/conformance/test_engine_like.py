@@ -37,7 +37,7 @@ from llamad_trio import (
     UnsupportedFeature,
 )
 from tests.conformance.engines import FAILURE, N_CTX
-from tests.support import ENDLESS, until, until_idle, until_queued
+from tests.support import ENDLESS, read_all, until, until_idle, until_queued
 
 if TYPE_CHECKING:
     from tests.conformance.engines import Opener, Pair
@@ -516,13 +516,15 @@ async def test_a_failed_step_fails_its_requests_and_no_other(pair: Pair) -> None
     with pytest.raises(InferenceError) as caught:
         await pair.engine.complete(CAT)
     assert told(caught.value) == told(InferenceError(FAILURE))
-    pair.fail_next_step()
-    async with pair.engine.stream(CAT) as tokens:
-        for _ in range(2):
-            with pytest.raises(InferenceError, match=FAILURE):
-                await tokens.receive()
+    async with pair.engine.stream(CAT, max_tokens=ENDLESS) as tokens:
+        first = await tokens.receive()
+        pair.fail_next_step()
         with pytest.raises(InferenceError, match=FAILURE):
-            await tokens.result()
+            await read_all(tokens)
+        for ask in (tokens.receive, tokens.result):
+            with pytest.raises(InferenceError, match=FAILURE):
+                await ask()
+        assert tokens.text.startswith(first)
         assert tokens.completion is None
     assert (await pair.engine.complete(CAT)).generated_tokens == 16
     assert pair.behind.stats().requests == {"completed": 1, "failed": 2, "cancelled": 0}

@@ -272,14 +272,6 @@ async def test_a_stream_is_left_while_it_waits(opener: Opener) -> None:
         assert pair.behind.stats().requests["cancelled"] == 2
 
 
-async def test_a_stream_is_left_while_its_prompt_is_read(pair: Pair) -> None:
-    async with pair.engine.stream(Request([97] * 7000)):
-        await until(lambda: pair.behind.stats().slots["prefill"] == 1)
-    await until_idle(pair.behind)
-    assert pair.behind.stats().prefill_tokens < 7000
-    assert pair.behind.stats().requests["cancelled"] == 1
-
-
 # -- slow readers ---------------------------------------------------------------------------
 
 

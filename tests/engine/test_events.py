@@ -245,18 +245,6 @@ async def test_a_constraint_is_about_what_follows_the_reasoning(fields: dict[str
         await events_of("<think>hm</think>42", **fields)
 
 
-async def test_a_call_may_follow_the_reasoning() -> None:
-    for template, lead in ((THINKS_ITSELF, "<think>"), (IS_MADE_TO_THINK, "")):
-        for choice in ("auto", "required", "look"):
-            _, done = await events_of(
-                f"{lead}hm\n</think>\n\n{CALLED}",
-                template=template,
-                tools=[look],
-                tool_choice=choice,
-            )
-            assert (done.reasoning, len(done.tool_calls)) == ("hm", 2)
-
-
 # -- the reader -----------------------------------------------------------------------------
 
 
@@ -275,23 +263,6 @@ async def test_several_events_of_one_piece_are_each_received_or_still_there() ->
                 with trio.testing.assert_checkpoints():
                     events.append(await stream.receive())
         assert len(check(events).tool_calls) == 2
-
-
-async def test_an_error_comes_out_of_the_stream_after_what_there_was() -> None:
-    model = ScriptedModel("abc", decode_s=0.0)
-    async with open_scripted_engine(model) as engine, engine.stream_events("x") as stream:
-        first = await stream.receive()
-        assert isinstance(first, TextDelta)
-        model.fail_next_step("no luck")
-        received = [first.text]
-        with pytest.raises(InferenceError, match="no luck"):
-            while True:
-                event = await stream.receive()
-                assert isinstance(event, TextDelta)
-                received.append(event.text)
-        assert "abc".startswith("".join(received))
-        with pytest.raises(InferenceError, match="no luck"):
-            await stream.receive()
 
 
 async def test_what_is_under_way_when_the_engine_closes_gets_engine_closed() -> None:

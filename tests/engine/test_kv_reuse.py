@@ -104,36 +104,6 @@ async def test_a_conversation_that_goes_on_exactly_is_not_computed_again(path: P
             assert (cold.text, cold.cached_tokens) == (text, 0)
 
 
-@with_state
-async def test_another_turn_after_the_same_prompt_goes_on_from_its_end(path: Path) -> None:
-    prompt = some_tokens(60)
-    async with open_engine(path, EXACT) as engine:
-        await engine.complete(Request(prompt, max_tokens=10))
-        for n in range(3):
-            asked = Request(prompt + some_tokens(10, n), max_tokens=10, temperature=0)
-            done = await engine.complete(asked)
-            assert done.cached_tokens == 60
-            assert done.text == await cold_text(path, asked)
-
-
-@with_state
-async def test_a_changed_history_is_computed_from_its_start_and_right(path: Path) -> None:
-    prompt = some_tokens(60)
-    async with open_engine(path, EXACT) as engine:
-        _, answer = await tell(engine, prompt)
-        whole = prompt + answer
-        for changed in (
-            whole[:30] + some_tokens(20, 1),  # shorter
-            whole[:59] + some_tokens(20, 2),  # the prompt but for its last token
-            whole[:65] + some_tokens(20, 3)[:1] + whole[66:],  # a token of the answer
-        ):
-            asked = Request(changed, max_tokens=10, temperature=0)
-            done = await engine.complete(asked)
-            # The end of the prompt may be a place to go on from, never one before it.
-            assert done.cached_tokens == (60 if changed[:60] == prompt else 0)
-            assert done.text == await cold_text(path, asked)
-
-
 @kinds
 @pytest.mark.parametrize("kv_cache", [True, False])
 async def test_what_a_memory_cannot_do_is_said_once_and_only_if_it_is_wanted(
@@ -159,12 +129,6 @@ async def test_what_a_memory_cannot_do_is_said_once_and_only_if_it_is_wanted(
 
 
 # -- never other than cold ------------------------------------------------------------------
-
-
-async def cold_text(path: Path, asked: Request) -> str:
-    """What an engine says that has computed nothing before."""
-    async with open_engine(path, EXACT, kv_cache=False) as engine:
-        return await engine.complete_text(asked)
 
 
 @kinds

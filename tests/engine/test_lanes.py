@@ -75,23 +75,6 @@ async def test_two_engines_generate_at_once(
     assert threading.get_ident() not in step_threads
 
 
-async def test_all_steps_of_an_engine_run_on_one_thread_whatever_else_uses_threads(
-    tiny: Engine, step_threads: list[int]
-) -> None:
-    async with trio.open_nursery() as nursery:
-
-        async def use_threads() -> None:
-            while True:
-                await trio.to_thread.run_sync(lambda: None)
-
-        for _ in range(3):
-            nursery.start_soon(use_threads)
-        await tiny.complete(TINY)
-        nursery.cancel_scope.cancel()
-    assert len(step_threads) == 40
-    assert len(set(step_threads)) == 1
-
-
 @pytest.mark.parametrize("choice", ["shared", "own", "given"])
 @pytest.mark.parametrize("leaves", ["host", "guest"])
 async def test_an_engine_goes_on_when_its_neighbour_closes(

@@ -272,19 +272,6 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model() -> None:
     assert await result_of(tool, {"n": 5}) == "5"
 
 
-async def test_a_model_that_was_told_can_do_better() -> None:
-    def half(n: int) -> int:
-        if n % 2:
-            raise ValueError("not even")
-        return n // 2
-
-    script = Script(calling(("half", {"n": 5})), calling(("half", {"n": 6})))
-    run = await script.run(half)
-    assert run.rounds == 2
-    assert "not even" in script.prompts[1]
-    assert "[tool] 3[assistant]" in script.prompts[2]
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"tools": [add, Tool("get", "Get.", {})]}, {"tools": "add"}, {"request": [1]}, {"temp": 1.0}],

@@ -203,17 +203,6 @@ async def test_every_memory_gives_the_numbers_of_a_plain_pass(
         assert one_by_one == pytest.approx(plain, abs=CLOSE)
 
 
-async def test_hundreds_of_options_in_two_slots(tiny_path: Path) -> None:
-    options = [f"{chr(ord('a') + i % 26)} rat {i}" for i in range(200)]
-    async with open_engine(tiny_path, EXACT, n_ctx=1024, n_slots=2) as engine:
-        scores = await engine.score(PROMPT, options)
-        assert len(scores) == 200
-        for i in (0, 99, 199):
-            (alone,) = await engine.score(PROMPT, [options[i]])
-            assert scores[i] == pytest.approx(alone, abs=CLOSE)
-        await until_idle(engine)
-
-
 async def test_a_pool_with_room_for_little_more_than_the_prompt_will_do(tiny_path: Path) -> None:
     async with open_engine(tiny_path, EXACT, n_ctx=2048) as engine:
         expected = await engine.score(PROMPT, OPTIONS)

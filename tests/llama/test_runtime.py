@@ -13,7 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from llamad_trio.llama.llama_runtime import LlamaRuntime
 from llamad_trio.scheduling.plan import Copy, Drop, Prepared, StepPlan, StepResult, StepStatus, Work
-from tests.llama.conversations import EXACT, GREEDY, opened_runtime
+from tests.llama.test_kv_reuse import EXACT, GREEDY, opened_runtime
 from tests.models import DECODER_KINDS, proven_here
 
 if TYPE_CHECKING:
@@ -374,19 +374,6 @@ def test_a_step_that_runs_is_aborted_from_another_thread(books: Books, undisturb
     after = books.logits(0, TEXT[30:33])
     undisturbed.step((0, TEXT[:30]))
     np.testing.assert_allclose(after, undisturbed.logits(0, TEXT[30:33]), atol=ROUNDING)
-
-
-def test_a_long_prompt_of_a_real_model_is_aborted(smollm2_path: Path) -> None:
-    with opened(smollm2_path) as books:
-        prompt = list(range(1000, 1800))
-        timer = threading.Thread(target=books.runtime.request_abort)
-        timer.start()
-        result = books.step((0, prompt))
-        timer.join()
-        assert result.status is StepStatus.ABORTED
-        books.check()
-        books.runtime.clear_abort()
-        assert books.step((0, prompt[:10])).status is StepStatus.DONE
 
 
 # -- failures -------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from llamad_trio.core.config import EngineConfig
 from llamad_trio.llama.model import load_model
 from tests.llama.test_runtime import opened
 from tests.models import (
-    CHAT_TEMPLATE,
     DECODER_KINDS,
     KINDS,
     SLIDING_WINDOW_TOKENS,
@@ -79,13 +78,6 @@ def test_each_kind_loads_as_its_architecture(
         assert llama_cpp.llama_model_is_hybrid(model.pointer) == is_hybrid
         assert llama_cpp.llama_model_n_swa(model.pointer) == n_swa
         assert llama_cpp.llama_model_n_ctx_train(model.pointer) == 512
-
-
-def test_the_chat_template_is_carried_or_left_out(tiny_model: TinyModels) -> None:
-    with open_model(tiny_model("attention")) as model:
-        assert model.chat_template == CHAT_TEMPLATE
-    with open_model(tiny_model("attention", chat_template=None)) as model:
-        assert model.chat_template is None
 
 
 @pytest.mark.parametrize("kind", DECODER_KINDS)

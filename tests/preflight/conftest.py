@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,35 +43,31 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "llamad-trio" / "preflight"
 
 
+def break_library(
+    stubs: Path, library: Path, variable: str, patch: pytest.MonkeyPatch, where: str, how: str
+) -> Path:
+    """Have the library loaded, as a variable says, that goes wrong somewhere; where it is."""
+    shutil.copy(stubs, library)
+    place = library if variable == "LD_PRELOAD" else library.parent
+    for name, value in ((variable, str(place)), ("BREAKS", where), ("HOW", how)):
+        patch.setenv(name, value)
+    return place
+
+
 @pytest.fixture
 def broken(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
     """Call it to have the real library go wrong in every process that is started from now on."""
 
-    def break_it(where: str, how: str) -> Path:
-        library = tmp_path / "libbroken.so"
-        shutil.copy(stubs, library)
-        monkeypatch.setenv("LD_PRELOAD", str(library))
-        monkeypatch.setenv("BREAKS", where)
-        monkeypatch.setenv("HOW", how)
-        return library
-
-    return break_it
+    return partial(break_library, stubs, tmp_path / "libbroken.so", "LD_PRELOAD", monkeypatch)
 
 
 @pytest.fixture
 def library_instead(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
     """Call it to have something else loaded in place of llama.cpp's library."""
 
-    def replace(where: str, how: str) -> Path:
-        folder = tmp_path / "lib"
-        folder.mkdir()
-        shutil.copy(stubs, folder / "libllama.so")
-        monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(folder))
-        monkeypatch.setenv("BREAKS", where)
-        monkeypatch.setenv("HOW", how)
-        return folder
-
-    return replace
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libllama.so"
+    return partial(break_library, stubs, library, "LLAMA_CPP_LIB_PATH", monkeypatch)
 
 
 _of_others: set[int] = set()
