@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import jsonschema
 import pytest
-import trio
 
 from llamad_trio import Request, open_engine
-from tests.support import EXACT, ONE_THREAD, count_pieces, side_by_side, until_idle
+from tests.support import EXACT, ONE_THREAD, side_by_side, until_idle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,22 +130,6 @@ async def test_requests_side_by_side_get_what_they_get_alone(can_end_path: Path)
         assert engine.stats().preemptions > 0
         await until_idle(engine)
     assert beside == alone
-
-
-async def test_a_cancelled_constraint_leaves_nothing_behind(tiny: Engine) -> None:
-    free = Request("y", raw=True, temperature=0, max_tokens=80)
-    alone = (await tiny.complete(free)).text
-    endless = Request("x", raw=True, regex="(abcdefgh[ij])*", temperature=1.0, max_tokens=4000)
-
-    async def come_and_go() -> None:
-        for n in range(1, 4):
-            async with tiny.stream(endless) as tokens:
-                await count_pieces(tokens, n)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(come_and_go)
-        assert await tiny.complete_text(free) == alone
-    await until_idle(tiny)
 
 
 async def test_a_prompt_of_tokens_can_be_constrained(tiny: Engine) -> None:

@@ -158,22 +158,6 @@ async def test_functions_of_every_kind_are_called(
     assert await result_of(tool, arguments, name) == "3"
 
 
-async def test_async_tools_run_in_trio_and_others_beside_it() -> None:
-    threads: list[int] = []
-
-    async def inside() -> None:
-        threads.append(threading.get_ident())
-        await trio.lowlevel.checkpoint()
-
-    def outside() -> None:
-        threads.append(threading.get_ident())
-
-    await result_of(inside)
-    await result_of(outside)
-    here = threading.get_ident()
-    assert [thread == here for thread in threads] == [True, False]
-
-
 # -- several calls --------------------------------------------------------------------------
 
 

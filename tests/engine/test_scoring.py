@@ -246,22 +246,6 @@ async def test_streams_beside_it_say_what_they_say_alone(tiny: Engine) -> None:
     await until_idle(tiny)
 
 
-async def test_cancelled_it_leaves_nothing_behind(tiny: Engine) -> None:
-    n_prompt = await tiny.count_tokens(PROMPT)
-    expected = await tiny.score(PROMPT, OPTIONS)
-    for n_steps in (0, 1, 3):
-        async with trio.open_nursery() as nursery:
-            before = tiny.stats().steps
-            nursery.start_soon(tiny.score, PROMPT, [option * 20 for option in OPTIONS])
-            nursery.start_soon(tiny.choose, f"x {PROMPT}", OPTIONS)
-            await until(lambda before=before, n=n_steps: tiny.stats().steps >= before + n)  # type: ignore[misc]
-            nursery.cancel_scope.cancel()
-        await until_idle(tiny)
-        # The two prompts, or parts of them.
-        assert tiny.stats().kv_retained_tokens <= 2 * n_prompt + 2
-    assert await tiny.score(PROMPT, OPTIONS) == pytest.approx(expected, abs=CLOSE)
-
-
 async def test_cancelled_in_a_step_it_lets_go_of_the_prompt(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,9 +31,12 @@ class SlowStore(SnapshotStore):
 
     Args:
         stored: what is there already.
+        is_slow: whether it does nothing yet.
     """
 
-    def __init__(self, folder: Path, *stored: Snapshot, max_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, folder: Path, *stored: Snapshot, is_slow: bool = True, max_bytes: int = 1 << 30
+    ) -> None:
         super().__init__(folder, MANIFEST, max_bytes)
         self.disk = threading.Event()
         self.begun = threading.Event()
@@ -41,6 +44,8 @@ class SlowStore(SnapshotStore):
         self.scan()
         for each in stored:
             assert super().write(each) is not None
+        if not is_slow:
+            self.disk.set()
 
     def write(self, snapshot: Snapshot) -> Path | None:
         self._wait()
@@ -79,9 +84,7 @@ class Books:
 
 
 async def test_what_is_written_is_known_once_and_can_be_fetched(tmp_path: Path) -> None:
-    store = SlowStore(tmp_path)
-    store.disk.set()
-    books = Books(store)
+    books = Books(SlowStore(tmp_path, is_slow=False))
     async with books.running() as actor:
         for tokens in ((1, 2), (1, 2), (3,)):
             actor.write(snapshot(*tokens))
@@ -147,10 +150,9 @@ async def test_more_reads_than_can_wait_are_asked_for_again(tmp_path: Path) -> N
 
 
 async def test_a_bad_file_is_delivered_as_nothing(tmp_path: Path) -> None:
-    store = SlowStore(tmp_path, snapshot(1))
-    store.disk.set()
-    ((path, _),) = store.scan()
+    store = SlowStore(tmp_path, snapshot(1), is_slow=False)
     books = Books(store)
+    ((path, _),) = store.scan()
     async with books.running() as actor:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         actor.fetch(100)
@@ -160,8 +162,7 @@ async def test_a_bad_file_is_delivered_as_nothing(tmp_path: Path) -> None:
 
 async def test_files_that_made_room_are_no_longer_known(tmp_path: Path) -> None:
     size = HEADER_BYTES + 4 + len(snapshot(1).state)
-    store = SlowStore(tmp_path, max_bytes=2 * size)
-    store.disk.set()
+    store = SlowStore(tmp_path, is_slow=False, max_bytes=2 * size)
     books = Books(store)
     async with books.running() as actor:
         for token in range(1, 6):
