@@ -66,44 +66,6 @@ async def until_all_is_free(sock: Path, engine: Engine) -> None:
 # -- slow ones --------------------------------------------------------------------------------------
 
 
-async def test_slow_senders_delay_nobody(sock: Path) -> None:
-    async with served(sock, says("4")) as engine, trio.open_nursery() as nursery:
-
-        async def drip(client: Client) -> None:
-            for n in range(10_000):
-                await client.send(b'{"prompt":"' if n == 0 else b"x")
-                await trio.sleep(0.002)
-
-        async with connected(sock) as a, connected(sock) as b, connected(sock) as c:
-            for client in (a, b, c):
-                nursery.start_soon(drip, client)
-            for _ in range(20):
-                assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
-            assert await n_connections(sock) == 3
-            nursery.cancel_scope.cancel()
-        assert engine.stats().requests == {"completed": 20, "failed": 0, "cancelled": 0}
-
-
-async def test_a_reader_that_stops_pauses_its_own_slot_and_no_other(sock: Path) -> None:
-    model = says({"slow": LONG_TEXT, "fast": "4"})
-    async with served(sock, model, n_slots=2) as engine:
-        async with connected(sock) as client:
-            await client.send({"prompt": "slow", "stream": True, "max_tokens": 900_000})
-            await until(lambda: engine.stats().slots["paused"] == 1)
-            tokens = engine.stats().decode_tokens
-            for _ in range(5):
-                assert b'"text":"4"' in await ask(sock, {"prompt": "fast"})
-            stats = engine.stats()
-            assert stats.slots["paused"] == 1
-            # The others' tokens, and none of its own.
-            assert stats.decode_tokens - tokens <= 5 * 2
-            # It goes on where it was.
-            text = "".join([(await client.reply())["token"] for _ in range(2000)])
-            assert LONG_TEXT.startswith(text)
-        await until_all_is_free(sock, engine)
-        assert engine.stats().requests == {"completed": 5, "failed": 0, "cancelled": 1}
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reader_that_stops_for_too_long_is_dropped(sock: Path, stream: bool) -> None:
     limits = Limits(stream_timeout_s=0.1)
@@ -136,28 +98,21 @@ async def test_a_reader_that_is_slow_but_reads_is_kept(sock: Path) -> None:
         assert json.loads(received.splitlines()[-1])["text"] == "x" * 3000
 
 
-async def test_who_asks_and_never_reads_is_not_listened_to_for_ever(sock: Path) -> None:
+@pytest.mark.parametrize("line", [as_line({"op": "ping", "keep": True}), b"nonsense\n"])
+async def test_who_asks_and_never_reads_is_not_listened_to_for_ever(
+    sock: Path, line: bytes
+) -> None:
     async with served(sock, says("4")) as engine, connected(sock) as client:
+        await client.send({"op": "ping", "keep": True})
         before = trio.lowlevel.current_statistics().tasks_living
-        packet = as_line({"op": "ping", "keep": True}) * 100
-        for _ in range(300):  # the system buffers much less
+        for _ in range(20_000):  # the system buffers much less
             with trio.move_on_after(1) as scope:
-                await client.send(packet)
+                await client.send(line * 100)
             assert trio.lowlevel.current_statistics().tasks_living - before < 200
             if scope.cancelled_caught:
                 break
         assert scope.cancelled_caught
         await until_idle(engine)
-        assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
-
-
-async def test_bad_lines_that_nobody_reads_the_refusals_of_are_not_read(sock: Path) -> None:
-    async with served(sock, says("4")), connected(sock) as client:
-        await client.send({"op": "ping", "keep": True})
-        with trio.move_on_after(1) as scope:
-            for _ in range(2000):
-                await client.send(b"nonsense\n" * 1000)
-        assert scope.cancelled_caught
         assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
 
 
@@ -237,14 +192,6 @@ async def test_who_leaves_at_once_leaves_nothing(
         assert b'"text":"4"' in await ask(sock, {"prompt": "x"})
 
 
-async def test_who_leaves_while_it_does_not_read_frees_its_slot(sock: Path) -> None:
-    async with served(sock, says(LONG_TEXT)) as engine:
-        async with connected(sock) as client:
-            await client.send({"prompt": "x", "stream": True, "max_tokens": 900_000})
-            await until(lambda: engine.stats().slots["paused"] == 1)
-        await until_all_is_free(sock, engine)
-
-
 async def test_who_leaves_takes_all_its_requests_along(sock: Path) -> None:
     async with served(sock, says("4", decode_s=STUCK), n_slots=1) as engine:
         async with connected(sock) as client:
@@ -253,17 +200,6 @@ async def test_who_leaves_takes_all_its_requests_along(sock: Path) -> None:
             await until_queued(engine, 9)
         await until_all_is_free(sock, engine)
         assert engine.stats().requests == {"completed": 0, "failed": 0, "cancelled": 10}
-
-
-async def test_a_peer_that_has_only_ended_its_side_gets_its_answer(sock: Path) -> None:
-    async with served(sock, says("42", decode_s=0.05)) as engine:
-        for stream in (False, True):
-            reply = await ask(
-                sock, as_line({"prompt": "x", "stream": stream})[:-1], half_close=True
-            )
-            assert json.loads(reply.splitlines()[-1])["text"] == "42"
-        await until_all_is_free(sock, engine)
-        assert engine.stats().requests == {"completed": 2, "failed": 0, "cancelled": 0}
 
 
 async def test_half_open_peers_cost_their_connections_only(sock: Path) -> None:
@@ -549,19 +485,6 @@ MOST_NEW_THREADS = 4
 """Trio keeps idle threads for ten seconds."""
 
 
-def check_growth(daemon: Daemon, before: Size) -> None:
-    after = Size.of(daemon.pid)
-    assert after.n_descriptors <= before.n_descriptors + 1
-    assert after.n_threads <= before.n_threads + MOST_NEW_THREADS
-    assert after.rss_bytes <= before.rss_bytes + MOST_GROWTH_BYTES
-
-
-def check_good_request(daemon: Daemon) -> None:
-    reply = daemon.reply({"prompt": "the cat", "max_tokens": 2, "temperature": 0})
-    assert reply["generated_tokens"] == 2
-    assert daemon.process.poll() is None
-
-
 @pytest.fixture(scope="module")
 def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """The real one, for all that is thrown at it."""
@@ -571,26 +494,20 @@ def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
         yield daemon
 
 
-def fuzz(daemon: Daemon, n: int, seed: int) -> None:
-    chance = random.Random(seed)
-    warm_up = random.Random(seed + 1)
+@pytest.mark.parametrize("n", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon, n: int) -> None:
+    chance = random.Random(n)
     for _ in range(150):
-        daemon.ask(mutated(warm_up), half_close=True)
-    check_good_request(daemon)
+        daemon.ask(mutated(chance), half_close=True)
     before = Size.of(daemon.pid)
     for _ in range(n):
         sent = mutated(chance)
         check_replies(sent, daemon.ask(sent, half_close=True))
-    check_good_request(daemon)
+    reply = daemon.reply({"prompt": "the cat", "max_tokens": 2, "temperature": 0})
+    assert reply["generated_tokens"] == 2
     assert daemon.is_idle()
-    check_growth(daemon, before)
+    after = Size.of(daemon.pid)
+    assert after.n_descriptors <= before.n_descriptors + 1
+    assert after.n_threads <= before.n_threads + MOST_NEW_THREADS
+    assert after.rss_bytes <= before.rss_bytes + MOST_GROWTH_BYTES
     assert "Traceback" not in daemon.log
-
-
-def test_400_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon) -> None:
-    fuzz(daemon, 400, seed=7)
-
-
-@pytest.mark.slow
-def test_10_000_hostile_strings_are_answered_and_leave_nothing_behind(daemon: Daemon) -> None:
-    fuzz(daemon, 10_000, seed=8)
