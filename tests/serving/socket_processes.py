@@ -5,12 +5,12 @@ Without pytest, whose import takes longer than all that they do.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import stat
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,54 +22,14 @@ from llamad_trio.serving.unix_socket import open_listener, peer_is_trusted
 NOBODY = 65534
 
 
-def listen_for_ever(path: str) -> None:
-    async def main() -> None:
-        async with open_listener(path):
-            print("ready", flush=True)
-            await trio.sleep_forever()
-
-    trio.run(main)
-
-
-def connect_and_hold(path: str) -> None:
-    """Say something, read nothing, and stay."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(path)
-        sock.send(b"hello")
-        print("ready", flush=True)
-        signal.pause()
-
-
 async def open_once(path: str) -> None:
     async with open_listener(path):
         pass
 
 
-def report_modes(path: str, umask: str, platform: str) -> None:
-    """Print every mode the socket has while it is opened again and again, as a thread sees it."""
-    os.umask(int(umask))
-    sys.platform = platform
-    modes: set[int] = set()
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.is_set():
-            with suppress(FileNotFoundError):
-                modes.add(stat.S_IMODE(os.lstat(path).st_mode))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    while not modes:
-        for _ in range(50):
-            trio.run(open_once, path)
-    ended.set()
-    thread.join()
-    print(*(oct(mode) for mode in modes))
-
-
 def report_every_call(path: str, umask: str, platform: str) -> None:
     """Print every mode of the socket and every umask there is between any two calls."""
-    os.umask(int(umask))
+    os.umask(int(umask, 8))
     sys.platform = platform
     modes: set[int] = set()
     umasks: set[str] = set()
@@ -83,18 +43,18 @@ def report_every_call(path: str, umask: str, platform: str) -> None:
     sys.setprofile(look)
     trio.run(open_once, path)
     sys.setprofile(None)
-    print(*(oct(mode) for mode in modes))
-    print(*sorted(umasks))
-    print(oct(os.umask(0)))
+    print(json.dumps([list(modes), list(umasks), os.umask(0)]))
 
 
 def race(path: str, n_daemons: str, n_rounds: str) -> None:
     """Let daemons race over a stale socket; print how many won and why the others did not."""
+    rounds = []
     for _ in range(int(n_rounds)):
         Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as stale:
             stale.bind(path)
-        print(*_one_race(path, int(n_daemons)), sep=";")
+        rounds.append(_one_race(path, int(n_daemons)))
+    print(json.dumps(rounds))
 
 
 def _one_race(path: str, n_daemons: int) -> list[str]:
@@ -141,18 +101,19 @@ def report_refusal_without_rights(path: str) -> None:
     try:
         trio.run(open_once, path)
     except SocketUnavailable as error:
-        print(error.reason)
+        print(json.dumps(error.reason))
 
 
 def report_trust() -> None:
-    """As root: print whom root trusts, then whom nobody trusts."""
+    """As root: print whether nobody, root and another trust root and nobody."""
     roots, _ = pair_of_root = socket.socketpair()
     os.seteuid(NOBODY)
     nobodys, _ = pair_of_nobody = socket.socketpair()
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
-    os.seteuid(0)
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
-    os.seteuid(NOBODY + 1)
-    print(peer_is_trusted(roots), peer_is_trusted(nobodys))
+    trusted = []
+    for user in (NOBODY, 0, NOBODY + 1):
+        os.seteuid(0)
+        os.seteuid(user)
+        trusted.append([peer_is_trusted(roots), peer_is_trusted(nobodys)])
+    print(json.dumps(trusted))
     for sock in (*pair_of_root, *pair_of_nobody):
         sock.close()

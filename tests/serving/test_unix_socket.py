@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import stat
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -21,15 +22,16 @@ from llamad_trio.serving.unix_socket import (
     claim_path,
     open_listener,
 )
-from tests.serving.processes import HANG_S, linux_only, output_of, running
+from tests.apart import run_apart
 from tests.serving.socket_processes import (
-    listen_for_ever,
     open_once,
     race,
     report_every_call,
-    report_modes,
     report_refusal_without_rights,
 )
+from tests.serving.support import HANG_S
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux does this")
 
 
 @pytest.fixture
@@ -39,33 +41,27 @@ def path(tmp_path: Path) -> Path:
 
 # -- the mode ---------------------------------------------------------------------------------
 
-MODES = [(0, "0o600"), (0o077, "0o600"), (0o277, "0o400")]
-
 
 @linux_only
-@pytest.mark.parametrize("platform", ["linux", "another"])
-@pytest.mark.parametrize(("umask", "mode"), MODES)
-def test_a_thread_never_sees_a_mode_wider_than_0600(
-    path: Path, umask: int, mode: str, platform: str
+@pytest.mark.parametrize(
+    ("platform", "umask", "mode", "umasks"),
+    [
+        ("linux", "0000", 0o600, ["0000"]),
+        ("linux", "0077", 0o600, ["0077"]),
+        ("linux", "0277", 0o400, ["0277"]),
+        # Where a umask is needed it is put back.
+        ("another", "0000", 0o600, ["0000", "0177"]),
+        ("another", "0022", 0o600, ["0022", "0177"]),
+        ("another", "0277", 0o400, ["0277", "0177", "0377"]),
+    ],
+)
+def test_between_no_two_calls_is_the_mode_wider_than_0600(
+    path: Path, platform: str, umask: str, mode: int, umasks: list[str]
 ) -> None:
-    assert output_of(report_modes, path, umask, platform) == [mode]
-
-
-@linux_only
-@pytest.mark.parametrize("umask", [0, 0o077])
-def test_no_call_sees_another_mode_or_another_umask(path: Path, umask: int) -> None:
-    modes, umasks, umask_after = output_of(report_every_call, path, umask, "linux")
-    assert modes == "0o600"
-    assert umasks == f"{umask:04o}"
-    assert umask_after == oct(umask)
-
-
-@linux_only
-def test_where_a_umask_is_needed_it_is_put_back(path: Path) -> None:
-    modes, umasks, umask_after = output_of(report_every_call, path, 0o022, "another")
-    assert modes == "0o600"
-    assert umasks == "0022 0177"
-    assert umask_after == "0o22"
+    modes, umasks_seen, umask_after = run_apart(report_every_call, str(path), umask, platform)
+    assert modes == [mode]
+    assert sorted(umasks_seen) == sorted(umasks)
+    assert umask_after == int(umask, 8)
 
 
 # -- what is at the path already --------------------------------------------------------------
@@ -108,21 +104,8 @@ async def refusal(path: Path | str) -> str:
     return caught.value.reason
 
 
-async def test_clients_connect_to_a_fresh_path(path: Path) -> None:
-    async with (
-        open_listener(path) as listener,
-        await open_client(path) as client,
-        await listener.accept() as server,
-    ):
-        await client.send_all(b"hello")
-        assert await server.receive_some() == b"hello"
-
-
-async def test_as_many_as_the_backlog_says_may_wait(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unix_socket, "BACKLOG", 2)
-    async with open_listener(path):
+async def test_as_many_as_the_backlog_says_may_wait(path: Path) -> None:
+    async with open_listener(path, backlog=2):
         with ExitStack() as clients, pytest.raises(BlockingIOError):
             for _ in range(10):
                 sock = clients.enter_context(socket.socket(socket.AF_UNIX))
@@ -130,31 +113,20 @@ async def test_as_many_as_the_backlog_says_may_wait(
                 sock.connect(os.fspath(path))
 
 
-async def test_a_socket_left_by_a_killed_daemon_is_replaced(path: Path) -> None:
-    with running(listen_for_ever, path) as daemon:
-        daemon.kill()
-        daemon.wait()
-    assert sorted(os.listdir(path.parent)) == [path.name, f"{path.name}.lock"]
-    assert is_socket(path)
+async def test_what_a_killed_daemon_has_left_is_replaced(path: Path) -> None:
+    _bind(path)
+    make_empty(Path(f"{path}.lock"))
     async with open_listener(path), await open_client(path):
         pass
     assert os.listdir(path.parent) == []
 
 
-async def test_a_daemon_of_ours_is_not_disturbed(path: Path) -> None:
-    with running(listen_for_ever, path):
+async def test_a_path_is_had_once_in_a_process(path: Path) -> None:
+    async with open_listener(path):
         before = look(path)
         with pytest.raises(SocketUnavailable, match="another daemon is using it"):
             await open_once(os.fspath(path))
         assert look(path) == before
-        async with await open_client(path):
-            pass
-
-
-async def test_a_path_is_had_once_in_a_process(path: Path) -> None:
-    async with open_listener(path):
-        with pytest.raises(SocketUnavailable, match="another daemon is using it"):
-            await open_once(os.fspath(path))
         async with await open_client(path):
             pass
 
@@ -189,8 +161,7 @@ def _make_regular(path: Path) -> None:
 
 def _link_to_a_socket(path: Path) -> None:
     target = path.with_name("target")
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(os.fspath(target))
+    _bind(target)
     path.symlink_to(target)
 
 
@@ -245,7 +216,7 @@ async def test_the_longest_path_there_can_be_works(
 
 def test_a_directory_without_rights_says_so(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    (reason,) = output_of(report_refusal_without_rights, tmp_path / "d.sock")
+    reason = run_apart(report_refusal_without_rights, str(tmp_path / "d.sock"))
     assert os.strerror(errno.EACCES) in reason
     tmp_path.chmod(0o700)
     assert os.listdir(tmp_path) == []
@@ -284,8 +255,8 @@ def test_what_has_come_to_a_path_of_ours_meanwhile_is_left_alone(path: Path) -> 
 )
 def test_one_of_several_racing_daemons_wins(path: Path, n_daemons: int, n_rounds: int) -> None:
     refused = ["another daemon is using it"] * (n_daemons - 1)
-    rounds = output_of(race, path, n_daemons, n_rounds)
-    assert rounds == [";".join([*refused, "won"])] * n_rounds
+    rounds = run_apart(race, str(path), str(n_daemons), str(n_rounds))
+    assert rounds == [[*refused, "won"]] * n_rounds
 
 
 async def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(
