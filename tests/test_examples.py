@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -193,12 +192,3 @@ def test_program_uses_a_daemon_s_engine(daemon: str) -> None:
     output = run(sys.executable, str(FOLDER / "remote.py"), daemon)
     assert "Review(sentiment=" in output
     assert output.endswith(("-- out of time --", "-- done --"))
-
-
-def test_client_of_the_standard_library_asks_a_daemon(daemon: str) -> None:
-    assert run(sys.executable, str(FOLDER / "client.py"), daemon, "Tell me a joke")
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node here")
-def test_client_of_node_asks_a_daemon(daemon: str) -> None:
-    assert run("node", str(FOLDER / "client.mjs"), daemon, "Tell me a joke")

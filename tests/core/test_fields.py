@@ -16,6 +16,7 @@ from llamad_trio.core.fields import (
     unknown_names,
     whole_number,
 )
+from tests.strategies import texts
 
 
 def size(value: object) -> float:
@@ -72,7 +73,7 @@ def test_true_and_false_pass() -> None:
     assert boolean(False, "flag") is False
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+@given(texts)
 def test_text_passes_unchanged(value: str) -> None:
     assert text(value, "prompt") == value
 

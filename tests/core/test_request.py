@@ -24,40 +24,6 @@ from llamad_trio.core.request import (
 )
 from llamad_trio.core.tools import Tool, ToolCall
 
-
-def test_the_defaults_are_those_of_the_contract() -> None:
-    request = Request("hello")
-    assert attrs.asdict(request) == {
-        "prompt": "hello",
-        "system": None,
-        "history": (),
-        "max_tokens": 256,
-        "temperature": 0.1,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.0,
-        "repeat_penalty": 1.05,
-        "repeat_last_n": -1,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "seed": None,
-        "stop": (),
-        "json_schema": None,
-        "regex": None,
-        "lark": None,
-        "grammar": None,
-        "grammar_root": "root",
-        "tools": (),
-        "tool_choice": "auto",
-        "parallel_tool_calls": True,
-        "tool_format": None,
-        "template_vars": {},
-        "logprobs": None,
-        "session": None,
-        "raw": False,
-    }
-
-
 RANGES = [
     ("max_tokens", 1, MAX_INT),
     ("temperature", 0.0, 2.0),

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
 
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.tools import TOOL_CHOICES, Tool, ToolCall
+from tests.strategies import json_objects
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -68,15 +69,8 @@ def test_description_and_id_are_text_that_llama_cpp_can_take(text: Any) -> None:
         ToolCall(text, "f", {})
 
 
-json_data = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text("abc<|>\u2028"), inner),
-    max_leaves=8,
-)
-
-
 @settings(max_examples=40, deadline=None)
-@given(st.dictionaries(st.text("abc"), json_data))
+@given(json_objects)
 def test_data_comes_back_as_a_copy_of_the_callers(data: dict[str, Any]) -> None:
     call = ToolCall("1", "f", data)
     assert call.arguments == data

@@ -20,7 +20,7 @@ from hypothesis import given, strategies as st
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.engine_spec import EngineSpec
-from llamad_trio.core.errors import ConfigError, ProtocolError
+from llamad_trio.core.errors import ConfigError
 from llamad_trio.core.limits import Limits
 from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.hub.manifest import load_manifest
@@ -132,11 +132,6 @@ def test_every_known_model_can_be_named(write: Write, name: str) -> None:
     assert load_daemon_config(write(f'[models.m]\nmodel = "{name}"')).models["m"].model == name
 
 
-def test_no_model_file_has_to_be_there(write: Write) -> None:
-    config = load_daemon_config(write('[models.small]\npath = "/no/such/file.gguf"'))
-    assert config.models["small"].model == "/no/such/file.gguf"
-
-
 def test_the_environment_gives_what_the_file_leaves_out(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,25 +148,6 @@ def test_a_base_takes_the_place_of_the_environment(
     base = EngineConfig(n_batch=64, n_slots=9)
     loaded = load_daemon_config(write(SMALL + "n_slots = 2"), base).models["small"].config
     assert loaded == attrs.evolve(base, n_slots=2)
-
-
-@pytest.mark.parametrize(
-    ("key", "written", "value"),
-    [
-        ("n_slots", "-3", 1),
-        ("n_slots", "100000", 512),
-        ("n_ctx", "9" * 30, 1_048_576),
-        ("n_ctx", "0x" + "f" * 9000, 1_048_576),
-        ("step_target_s", "inf", 60.0),
-        ("step_target_s", "nan", 0.1),
-        ("n_gpu_layers", "-1", -1),
-    ],
-)
-def test_an_engine_number_out_of_range_is_clamped(
-    write: Write, key: str, written: str, value: float
-) -> None:
-    config = load_daemon_config(write(f"{SMALL}{key} = {written}")).models["small"].config
-    assert getattr(config, key) == value
 
 
 # Limits
@@ -193,28 +169,8 @@ def test_a_limit_has_a_default_and_is_clamped(
 
     assert getattr(Limits(), name) == default
     assert (read(-1), read(2**70)) == (low, high)
-
-
-def test_every_limit_is_covered_here() -> None:
-    assert tuple(name for name, *_ in RANGES) == LIMIT_FIELDS
-
-
-@pytest.mark.parametrize("name", ["request_timeout_s", "stream_timeout_s"])
-def test_a_timeout_that_is_no_number_is_the_default_and_one_without_end_is_clamped(
-    name: str,
-) -> None:
-    values: dict[str, Any] = {name: math.nan}
-    assert Limits(**values) == Limits()
-    values = {name: math.inf}
-    assert getattr(Limits(**values), name) == 86_400.0
-
-
-@pytest.mark.parametrize("name", LIMIT_FIELDS)
-@pytest.mark.parametrize("value", [True, "5", None, [1]])
-def test_a_limit_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
-    values: dict[str, Any] = {name: value}
-    with pytest.raises(ProtocolError, match=name):
-        Limits(**values)
+    if isinstance(default, float):
+        assert (read(math.nan), read(math.inf)) == (default, high)
 
 
 # Paths

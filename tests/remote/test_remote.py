@@ -34,13 +34,12 @@ from llamad_trio.testing import open_scripted_engine, open_scripted_models
 from llamad_trio.watch import refresh_if_possible
 from tests.remote.daemons import DONE, MIB, OF_DAEMON, QUESTIONS, answering, as_lines, served
 from tests.serving.support import running_daemon
-from tests.support import ENDLESS, read_all, until, until_idle
+from tests.support import ENDLESS, read_all, until_idle
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from llamad_trio import Engine, EngineLike, Models, RemoteEngine
-    from llamad_trio.system.nursery import TaskStatus
 
 
 # -- nobody, or no daemon -------------------------------------------------------------------
@@ -118,63 +117,6 @@ async def test_a_daemon_that_is_killed_disconnects(sock: Path, tiny_path: Path) 
             assert remote.info.architecture == "llama"
             assert remote.stats().requests["completed"] == 0
         await check_unavailable(sock, "nobody listens")
-
-
-async def test_a_daemon_that_stops_closes_its_engines(sock: Path, behind: Engine) -> None:
-    async with (
-        served(sock, behind) as daemon,
-        connect(sock) as remote,
-        remote.stream("x", max_tokens=ENDLESS) as tokens,
-    ):
-        await tokens.receive()
-        daemon.cancel()
-        with pytest.raises(EngineClosed):
-            await read_all(tokens)
-        with pytest.raises(Disconnected):
-            await remote.complete("x")
-    await until_idle(behind)
-
-
-async def test_an_engine_that_stops_under_a_daemon_is_closed(sock: Path) -> None:
-    stop = trio.Event()
-
-    async def run_engine(task_status: TaskStatus[Engine]) -> None:
-        async with open_scripted_engine("abc" * 1000) as engine:
-            task_status.started(engine)
-            await stop.wait()
-
-    async with trio.open_nursery() as nursery:
-        engine = await nursery.start(run_engine)
-        async with served(sock, engine), connect(sock) as remote:
-            async with remote.stream("x", max_tokens=ENDLESS) as tokens:
-                await tokens.receive()
-                stop.set()
-                with pytest.raises(EngineClosed):
-                    await read_all(tokens)
-            for ask in (remote.render, remote.complete_text):
-                with pytest.raises(EngineClosed):
-                    await ask("x")
-
-
-async def test_a_cancelled_request_frees_its_slot_and_its_connection(
-    remote: RemoteEngine, behind: Engine, sock: Path
-) -> None:
-    scope = trio.CancelScope()
-
-    async def complete() -> None:
-        with scope:
-            await remote.complete("x", max_tokens=ENDLESS)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(complete)
-        await until(lambda: behind.stats().slots["decode"] == 1)
-        assert (await daemon_stats(sock)).connections == 2
-        scope.cancel()
-    assert scope.cancelled_caught
-    await until_idle(behind)
-    assert behind.stats().requests == {"completed": 0, "failed": 0, "cancelled": 1}
-    # The connection of whoever asks.
-    assert (await daemon_stats(sock)).connections == 1
 
 
 # -- the block ------------------------------------------------------------------------------

@@ -358,26 +358,6 @@ async def test_a_request_that_waits_through_a_restart_can_leave(autojump_clock: 
         assert await models.complete_text("x") == "hello"
 
 
-async def test_every_request_of_a_crashed_engine_gets_the_error(autojump_clock: MockClock) -> None:
-    model = ScriptedModel("hello", decode_s=1.0)
-    async with open_scripted_models({"a": model}, restart=STEADY) as models:
-        await models.wait_ready("a")
-        n_failed = 0
-
-        async def ask() -> None:
-            nonlocal n_failed
-            with pytest.raises(SessionFatal):
-                await models.complete("x")
-            n_failed += 1
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(20):
-                nursery.start_soon(ask)
-            await trio.sleep(1.5)
-            model.crash_next_step()
-        assert n_failed == 20
-
-
 # -- coming and going ----------------------------------------------------------------------
 
 
