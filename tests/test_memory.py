@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 
 import attrs
@@ -201,13 +200,6 @@ def test_the_error_tells_who_holds_what() -> None:
         "held by router 300.0 MiB, thinker 2.50 GiB"
     )
     assert str(InsufficientMemory(GIB, 0, {})).endswith("held by nobody")
-    twin = pickle.loads(pickle.dumps(error))
-    assert type(twin) is InsufficientMemory
-    assert (twin.required, twin.available, twin.held_by) == (
-        error.required,
-        error.available,
-        error.held_by,
-    )
 
 
 # -- the estimate -----------------------------------------------------------------------------

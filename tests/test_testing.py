@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from llamad_trio import Engine, EngineClosed, InferenceError, SessionFatal
+from llamad_trio import Engine, EngineClosed, InferenceError
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 
 
@@ -46,36 +46,6 @@ async def test_a_failing_request_fails_alone(autojump_clock: trio.testing.MockCl
             await eng.complete("neither")
         assert results == ["fine"]
         assert eng.stats().requests == {"completed": 1, "failed": 2, "cancelled": 0}
-
-
-async def test_a_failed_step_and_a_crash(autojump_clock: trio.testing.MockClock) -> None:
-    model = ScriptedModel("hello")
-    with pytest.raises(SessionFatal, match="scripted crash"):
-        async with open_scripted_engine(model) as eng:
-            model.fail_next_step("no luck")
-            with pytest.raises(InferenceError, match="no luck"):
-                await eng.complete("a")
-            assert await eng.complete_text("a") == "hello"
-            model.crash_next_step()
-            with pytest.raises(SessionFatal):
-                await eng.complete("a")
-            await trio.sleep_forever()
-
-
-async def test_a_cancel_aborts_the_step_and_frees_the_slot(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
-    model = ScriptedModel("hello", decode_s=100.0)
-    async with open_scripted_engine(model, n_slots=1) as eng:
-        with trio.move_on_after(250.0) as scope:
-            await eng.complete("a")
-        assert scope.cancelled_caught
-        assert trio.current_time() - scope.deadline < 1.0
-        assert await eng.complete_text("a") == "hello"
-        stats = eng.stats()
-        assert stats.requests == {"completed": 1, "failed": 0, "cancelled": 1}
-        assert stats.aborted_steps == 1
-        assert stats.slots["free"] == 1
 
 
 async def test_preempted_and_slow_requests_keep_their_text(

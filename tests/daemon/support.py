@@ -83,17 +83,10 @@ class Stream:
         return None if "token" in last else last
 
 
-def assert_one_line(error: bytes | str, *words: str) -> None:
-    text = error.decode() if isinstance(error, bytes) else error
-    assert len(text.splitlines()) == 1, text
-    assert text.startswith("error: ")
-    for word in words:
-        assert word in text
-
-
-def error_of(log: str) -> str:
-    """What a daemon that could not go on says, without what it logged before."""
+def check_last_words(log: str, *words: str) -> None:
+    """Check that a daemon that could not go on said so in one line, beside what it logged."""
     assert "Traceback" not in log
-    return "\n".join(
-        line for line in log.splitlines() if " INFO " not in line and " WARNING " not in line
-    )
+    lines = log.splitlines()
+    (error,) = (line for line in lines if " INFO " not in line and " WARNING " not in line)
+    assert error.startswith("error: ")
+    assert all(word in error for word in words)

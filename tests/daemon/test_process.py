@@ -28,9 +28,8 @@ from tests.daemon.support import (
     STOPPING,
     Stream,
     apart,
-    assert_one_line,
+    check_last_words,
     configured,
-    error_of,
     own_daemon,
     streaming,
     table,
@@ -78,7 +77,9 @@ def sock(tmp_path: Path) -> Path:
 # -- clients ------------------------------------------------------------------------------------------
 
 
-def output_of(*command: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:
+def run_program(
+    *command: str | Path, stdin: bytes = b"", status: int = 0
+) -> subprocess.CompletedProcess[bytes]:
     result = subprocess.run(
         [*map(str, command)],
         input=stdin,
@@ -88,7 +89,7 @@ def output_of(*command: str | Path, stdin: bytes = b"", status: int = 0) -> byte
         cwd=ROOT,
     )
     assert result.returncode == status, result.stderr.decode()
-    return result.stdout
+    return result
 
 
 NODE = pytest.param("node", "client.mjs", marks=needs("node"))
@@ -99,8 +100,8 @@ def test_client_of_a_few_lines_prints_the_reply_or_ends_with_the_error(
     daemon: Daemon, program: str, client: str
 ) -> None:
     file = ROOT / "examples" / client
-    assert output_of(program, file, daemon.path, "the cat").strip()
-    output_of(program, file, daemon.path, "x" * 110_000, status=1)
+    assert run_program(program, file, daemon.path, "the cat").stdout.strip()
+    run_program(program, file, daemon.path, "x" * 110_000, status=1)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,8 @@ def test_client_of_a_few_lines_prints_the_reply_or_ends_with_the_error(
 @pytest.mark.parametrize("ending", [b"\n", b"", b"\r\n"])
 def test_tool_of_the_system_is_a_client(daemon: Daemon, command: str, ending: bytes) -> None:
     def answer(line: bytes) -> bytes:
-        return output_of(*command.format(daemon.path).split(), stdin=line.strip() + ending)
+        command_line = command.format(daemon.path).split()
+        return run_program(*command_line, stdin=line.strip() + ending).stdout
 
     assert answer(as_line(ASKED)) == daemon.ask(ASKED)
     streamed = answer(as_line({**ASKED, "stream": True}))
@@ -122,28 +124,28 @@ def test_tool_of_the_system_is_a_client(daemon: Daemon, command: str, ending: by
     assert refused == b'{"error":"invalid request: prompt must be text, not int"}\n'
 
 
-def llamad(*arguments: str | Path, stdin: bytes = b"", status: int = 0) -> bytes:
-    return output_of(sys.executable, "-m", "llamad_trio", *arguments, stdin=stdin, status=status)
+def llamad(
+    *arguments: str | Path, stdin: bytes = b"", status: int = 0
+) -> subprocess.CompletedProcess[bytes]:
+    command = (sys.executable, "-m", "llamad_trio", *arguments)
+    return run_program(*command, stdin=stdin, status=status)
 
 
 def test_complete_asks_a_daemon(daemon: Daemon) -> None:
-    flags = ("--max-tokens", "20", "--temperature", "0")
+    flags = ("--max-tokens", "20", "--temperature", "0", "--socket", daemon.path)
     expected = daemon.reply(ASKED)
-    as_json = json.loads(llamad("complete", "the cat", "--socket", daemon.path, "--json", *flags))
+    as_json = json.loads(llamad("complete", "the cat", "--json", *flags).stdout)
     assert expected.items() <= as_json.items()
     assert as_json["finish_reason"] == "length"
-    piped = llamad("complete", "--socket", daemon.path, *flags, stdin=b"the cat").decode()
-    assert piped == expected["text"] + "\n"
+    assert llamad("complete", *flags, stdin=b"the cat").stdout.decode() == expected["text"] + "\n"
 
 
 def test_top_tells_what_a_daemon_is_doing(daemon: Daemon) -> None:
+    flags = ("--once", "--json", "--interval", "0.05", "--socket", daemon.path)
     with streaming(daemon):
-        told = json.loads(
-            llamad("top", "--once", "--json", "--interval", "0.05", "--socket", daemon.path)
-        )
+        told = json.loads(llamad("top", *flags).stdout)
     assert told["connections"] == 2
     (model,) = told["models"].values()
-    assert sum(model["stats"]["slots"].values()) == 4
     assert model["stats"]["slots"]["free"] == 3
     assert model["stats"]["kv_used_tokens"] > 0
     assert model["config"]["n_slots"] == 4
@@ -221,12 +223,8 @@ def test_kill_9_of_the_daemon_and_it_starts_again_over_the_stale_socket(
 
 
 def test_the_second_daemon_on_one_path_fails_in_one_line(daemon: Daemon, model: Path) -> None:
-    command = [sys.executable, "-m", "llamad_trio", "serve", str(model), "--socket"]
-    result = subprocess.run(
-        [*command, str(daemon.path)], capture_output=True, timeout=HANG_S, check=False, cwd=ROOT
-    )
-    assert result.returncode == 1
-    assert_one_line(error_of(result.stderr.decode()), str(daemon.path), "another daemon")
+    stderr = llamad("serve", model, "--socket", daemon.path, status=1).stderr.decode()
+    check_last_words(stderr, str(daemon.path), "another daemon")
     assert daemon.reply({"op": "ping"}) == {"pong": True}
 
 
@@ -234,20 +232,18 @@ def test_the_socket_is_for_its_user_alone(daemon: Daemon) -> None:
     assert daemon.path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_model_that_is_not_there_is_one_line(sock: Path, tmp_path: Path) -> None:
-    with running_daemon(sock, tmp_path / "no.gguf", is_ready=False) as daemon:
-        assert daemon.wait() == 1
-        assert_one_line(error_of(daemon.log), "no.gguf")
-    assert not is_there(sock)
-
-
-def test_a_place_for_metrics_that_cannot_be_is_told_before_any_load(
-    sock: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [((), "no.gguf"), (("--metrics", "nowhere/metrics.sock"), "metrics.sock")],
+    ids=["the model", "the place for metrics, before any load"],
+)
+def test_what_is_not_there_is_one_line(
+    sock: Path, tmp_path: Path, arguments: tuple[str, ...], told: str
 ) -> None:
-    metrics = ("--metrics", tmp_path / "nowhere" / "metrics.sock")
-    with running_daemon(sock, tmp_path / "no.gguf", *metrics, is_ready=False) as daemon:
+    with running_daemon(sock, tmp_path / "no.gguf", *arguments, is_ready=False) as daemon:
         assert daemon.wait() == 1
-        assert_one_line(error_of(daemon.log), "metrics.sock")
+        check_last_words(daemon.log, told)
+    assert not is_there(sock)
 
 
 async def test_a_path_that_cannot_be_had_is_told_before_a_model_loads(tmp_path: Path) -> None:

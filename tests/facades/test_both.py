@@ -32,7 +32,6 @@ from llamad_trio import (
     Request,
     SessionFatal,
     TextDelta,
-    UnsupportedFeature,
     aio,
     blocking,
     open_engine,
@@ -295,22 +294,14 @@ def test_closing_a_stream_elsewhere_ends_its_reader(facade: Any) -> None:
 # -- errors ---------------------------------------------------------------------------------
 
 
-def tool(n: int) -> int:
-    """Count."""
-    return n
-
-
 def test_errors_come_out_as_themselves(facade: Any) -> None:
     model = ScriptedModel({"the cat": "42", "a hat": ValueError("no hat")}, n_ctx_train=1000)
     with facade.open_with(scripted(model=model, n_ctx=100, n_slots=1)) as eng:
         for ask in (eng.complete, eng.complete_text, eng.stream, eng.count_tokens):
             with pytest.raises(ProtocolError, match="unknown field colour"):
                 ask("the cat", colour="red")
-        with pytest.raises(ProtocolError):
-            eng.complete(5)
-        with pytest.raises(PromptTooLong) as too_long:
+        with pytest.raises(PromptTooLong):
             eng.complete("the cat " * 20)
-        assert too_long.value.tokens > too_long.value.budget
         with pytest.raises(InferenceError, match="no hat"):
             eng.complete("a hat")
         with pytest.raises(InferenceError, match="no hat"), eng.stream("a hat") as pieces:
@@ -319,13 +310,6 @@ def test_errors_come_out_as_themselves(facade: Any) -> None:
             pieces.result()
         with pytest.raises(IncompleteOutput):
             eng.complete("the cat", into=int, max_tokens=1)
-        with pytest.raises(UnsupportedFeature):
-            eng.complete("the cat", tools=[tool])
-        with pytest.raises(ProtocolError):
-            eng.detokenize([-1])
-        model.fail_next_step("a bad step")
-        with pytest.raises(InferenceError, match="a bad step"):
-            eng.complete("the cat")
         assert eng.complete("the cat", into=int).value == 42
 
 
