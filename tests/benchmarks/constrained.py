@@ -18,8 +18,7 @@ from llamad_trio.constraints.constraint import Constraint
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.tools import JsonObject
 from llamad_trio.hub.manifest import resolve_model
-from llamad_trio.llama.model import load_model
-from llamad_trio.llama.model import LlamaVocabulary
+from llamad_trio.llama.model import LlamaVocabulary, load_model
 from tests.support import side_by_side
 
 PROMPT = "People and what they like, as JSON:\n"

@@ -18,7 +18,7 @@ import trio
 
 from llamad_trio import EngineConfig
 from llamad_trio.core.errors import InferenceError
-from llamad_trio.llama.raw_loop import RawLoop, RawSpeed
+from llamad_trio.llama.raw_loop import RawLoop, Speed
 from llamad_trio.memory import estimate_memory
 from tests.cli.conftest import CommandLine, run_process
 from tests.models import TinyModels

@@ -27,12 +27,20 @@ import pytest
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.llama.context import Context
 from llamad_trio.llama.llama_runtime import LlamaRuntime
-from llamad_trio.scheduling.plan import Copy, Drop, MemoryOp, Prepared, StepPlan, StepStatus, Work
+from llamad_trio.scheduling.pacing import ComputeThreads
+from llamad_trio.scheduling.plan import (
+    Copy,
+    Drop,
+    MemoryOp,
+    Prepared,
+    SamplingParams,
+    StepPlan,
+    StepStatus,
+    Work,
+)
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Failed, Finished
-from llamad_trio.scheduling.sampling import SamplingParams
 from llamad_trio.scheduling.scheduler import Scheduler
-from llamad_trio.scheduling.threads import ComputeThreads
 from tests.models import DECODER_KINDS
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 
 from llamad_trio.core.errors import ContextOverflow, InferenceError, LlamadError
+from llamad_trio.scheduling.pacing import ComputeThreads
 from llamad_trio.scheduling.plan import Copy, MemoryOp, Prepared, StepPlan, StepResult, StepStatus
 from llamad_trio.scheduling.pool import Reuse
 from llamad_trio.scheduling.run import Event, Failed, Finished, Piece
 from llamad_trio.scheduling.scheduler import MIN_SHARED_TOKENS, Scheduler
-from llamad_trio.scheduling.pacing import ComputeThreads
 from tests.scheduling.fake_memory import Cell, EndlessModel, FakeMemory, FakeModel, n_cells
 from tests.scheduling.oracles import longest_prefix, n_common
 from tests.scheduling.tracked import Tracked, sampling
