@@ -237,7 +237,7 @@ def check_result(name: str, result: object) -> None:
             assert type(result.ttft_s) is float
             for call in result.tool_calls:
                 assert type(call.name) is str
-                assert type(call.arguments) is dict
+                assert isinstance(call.arguments, dict)
             for told in result.logprobs or ():
                 assert (type(told.token), type(told.piece)) == (int, bytes)
         case Choice():
