@@ -26,12 +26,11 @@ from llamad_trio.hub.manifest import known_model
 DEFAULT_SOCKET = "/tmp/llamad.sock"
 """Where the daemon listens, and a client connects, when nothing else is said."""
 
-_SPEC_KEYS = ("load", "unload_after_s", "isolation")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
-Fields = TypeVar("Fields", EngineConfig, Limits)
+Fields = TypeVar("Fields", EngineConfig, EngineSpec, Limits)
 
 
 @attrs.frozen(kw_only=True)
@@ -100,7 +99,8 @@ def _read_model(models: _Table, name: str, base: EngineConfig) -> EngineSpec:
     if not _MODEL_NAME.fullmatch(name):
         raise models.error(name, "a model's name is 1-64 letters, digits, '_', '.' or '-'")
     table = models.table(name)
-    table.check_keys(("path", "model", *_SPEC_KEYS, *attrs.fields_dict(EngineConfig)))
+    spec_keys = ("path", "model", "load", "unload_after_s", "isolation")
+    table.check_keys((*spec_keys, *attrs.fields_dict(EngineConfig)))
     if ("path" in table.values) == ("model" in table.values):
         problem = "both `path` and `model`" if "path" in table.values else "no model"
         raise models.error(name, f"{problem}: give either `path` or `model`")
@@ -112,15 +112,7 @@ def _read_model(models: _Table, name: str, base: EngineConfig) -> EngineSpec:
             known_model(model)
         except LlamadError as error:
             raise table.error("model", str(error)) from error
-    spec = EngineSpec(model, table.fill(base))
-    for key in [key for key in _SPEC_KEYS if key in table.values]:
-        value: Any = table.values[key]
-        try:
-            EngineSpec(model, spec.config, **{key: value})
-        except ProtocolError as error:
-            raise table.error(key, error.reason) from error
-        spec = attrs.evolve(spec, **{key: value})
-    return spec
+    return table.fill(EngineSpec(model, table.fill(base)))
 
 
 @attrs.frozen

@@ -37,7 +37,6 @@ async def run_daemon(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        config: the models, the socket, the limits.
         reload: reads the configuration again, for SIGHUP.  Models that are new in it are
             opened, those it does not name are closed, those it says something else of are
             replaced; the rest go on undisturbed.  If it cannot be read, or a model cannot
@@ -84,36 +83,32 @@ class _Daemon:
                 self.scope.cancel()
 
     async def serve(self) -> None:
-        inherited, path = self._inherited, self._config.socket
+        config, path, inherited = self._config, self._config.socket, self._inherited
         # Whether the path can be had is known before the models load.
         with claim_path(path) if inherited is None else nullcontext(lambda: inherited) as listen:
-            await self._serve(listen)
-
-    async def _serve(self, listen: Callable[[], socket.socket]) -> None:
-        config = self._config
-        async with (
-            open_models(config.models, default=config.default) as models,
-            open_plain_nursery() as nursery,
-        ):
-            metrics = EngineMetrics(models)
-            await nursery.start(metrics.run, models)
-            if self._metrics_socket is not None:
-                await nursery.start(serve_metrics, metrics, self._metrics_socket)
-            eager = [name for name, spec in config.models.items() if spec.load == "eager"]
-            await run_all([partial(models.load, name) for name in eager])
-            sock = listen()
-            answer = partial(
-                serve_unix, default=config.default, limits=config.limits, metrics=metrics
-            )
-            await nursery.start(answer, models, sock)
-            logger.info("listening on %s", sock.getsockname())
-            notify("READY=1")
-            # Reloads come one at a time; not before the first load, of the file as it was.
-            while True:
-                await self._reload_wanted.wait()
-                self._reload_wanted = trio.Event()
-                if self._read_config is not None:
-                    await self._reload(models, self._read_config)
+            async with (
+                open_models(config.models, default=config.default) as models,
+                open_plain_nursery() as nursery,
+            ):
+                metrics = EngineMetrics(models)
+                await nursery.start(metrics.run, models)
+                if self._metrics_socket is not None:
+                    await nursery.start(serve_metrics, metrics, self._metrics_socket)
+                eager = [name for name, spec in config.models.items() if spec.load == "eager"]
+                await run_all([partial(models.load, name) for name in eager])
+                sock = listen()
+                answer = partial(
+                    serve_unix, default=config.default, limits=config.limits, metrics=metrics
+                )
+                await nursery.start(answer, models, sock)
+                logger.info("listening on %s", sock.getsockname())
+                notify("READY=1")
+                # Reloads come one at a time; not before the first load, of the file as it was.
+                while True:
+                    await self._reload_wanted.wait()
+                    self._reload_wanted = trio.Event()
+                    if self._read_config is not None:
+                        await self._reload(models, self._read_config)
 
     async def _reload(self, models: Models, read: Callable[[], DaemonConfig]) -> None:
         try:
