@@ -182,12 +182,6 @@ class _Server:
         await self.watcher.wait_gone(stream.socket)
         scope.cancel()
 
-    async def decode(self, line: bytes) -> Call:
-        """A line as a call.  Raises `ProtocolError`."""
-        if len(line) < LONG_LINE_BYTES:
-            return decode_call(line)
-        return await trio.to_thread.run_sync(decode_call, line, limiter=self.decoding)
-
     def name(self, name: str | None) -> str:
         return pick_model(name, self.engines, self.default)
 
@@ -212,18 +206,18 @@ _UNEXPECTED = InferenceError("internal error; the daemon's log tells more")
 _REFUSALS = {trio.TooSlowError: "read timeout", LineTooLong: "request too large"}
 
 
+@attrs.define(eq=False)
 class _Client:
     """The calls of one connection."""
 
-    def __init__(self, server: _Server, connection: Connection, scope: trio.CancelScope) -> None:
-        self._server = server
-        self._connection = connection
-        self._scope = scope
-        self._calls: dict[CallId, trio.CancelScope] = {}
-        self._n_calls = 0
-        self._has_said_closing = False
-        # Those of calls under way, and of replies that wait to be sent.
-        self._tasks = trio.Semaphore(2 * MAX_CALLS)
+    _server: _Server
+    _connection: Connection
+    _scope: trio.CancelScope
+    _calls: dict[CallId, trio.CancelScope] = attrs.field(factory=dict)
+    _n_calls: int = 0
+    _has_said_closing: bool = False
+    # Those of calls under way, and of replies that wait to be sent.
+    _tasks: trio.Semaphore = attrs.field(factory=lambda: trio.Semaphore(2 * MAX_CALLS))
 
     async def answer_calls(self) -> None:
         """Answer until the client has all it asked for."""
@@ -267,7 +261,9 @@ class _Client:
             await self._refuse("empty request")
             return None
         try:
-            return await self._server.decode(line)
+            if len(line) < LONG_LINE_BYTES:
+                return decode_call(line)
+            return await trio.to_thread.run_sync(decode_call, line, limiter=self._server.decoding)
         except ProtocolError as error:
             await self._refuse(str(error))
         except Exception:  # such as a MemoryError: the other clients are served
