@@ -54,12 +54,8 @@ class Turn:
 
 
 class ChatFormat:
-    """A model's way to converse: its template, and what that tells of its syntax.
-
-    Args:
-        facts: of the model.
-        template: its chat template, or the error for requests that need one.
-    """
+    """A model's way to converse: its template, or the error for requests that need one, and
+    what the template tells of its syntax."""
 
     def __init__(self, facts: ModelFacts, template: ChatTemplate | LlamadError) -> None:
         source = "" if isinstance(template, LlamadError) else template.source
@@ -94,7 +90,10 @@ class ChatFormat:
             tools = []
         about_tools = tools or _are_about_tools(request.history)
         tool_format = self._format(request) if about_tools else None
-        prompt = self._render(request, tools, tool_format, sentinel, limits)
+        if taken := RESERVED & request.template_vars.keys():
+            raise ProtocolError(f"template_vars cannot set {', '.join(sorted(taken))}")
+        variables = dict(self._guard.data(request.template_vars, sentinel))
+        prompt = self._render(request.messages, tools, tool_format, variables, sentinel, limits)
         return self._turn(request, prompt, tools, tool_format if tools else None)
 
     def _turn(
@@ -104,7 +103,8 @@ class ChatFormat:
         reasoning = self._reasoning
         last_tag = None if reasoning is None else reasoning.end_of(prompt)
         after = reasoning.close if reasoning is not None and last_tag == reasoning.open else None
-        reasoning_tokens = self._reasoning_tokens()
+        tags = () if reasoning is None else (reasoning.open, reasoning.close)
+        reasoning_tokens = [tag for tag in tags if tag in self._control]
         if tool_format is None:
             constraint = _constraint(request, after)
             if constraint is not None and after is None:
@@ -131,7 +131,7 @@ class ChatFormat:
 
     def render_messages(
         self,
-        messages: Iterable[Message],
+        messages: Sequence[Message],
         sentinel: str,
         limits: RenderLimits,
         *,
@@ -142,56 +142,34 @@ class ChatFormat:
         Raises:
             UnsupportedFeature: there are calls of tools, and the template has no syntax for them.
         """
-        messages = list(messages)
         if self._tool_format is None and _are_about_tools(messages):
             raise _no_tools()
-        return self._render_template(
-            self._dicts(self._guarded(messages, sentinel)),
-            sentinel,
-            limits,
-            add_generation_prompt=add_generation_prompt,
-        )
+        variables = {"add_generation_prompt": add_generation_prompt}
+        return self._render(messages, (), None, variables, sentinel, limits)
 
     def _render(
         self,
-        request: Request,
-        tools: Sequence[Tool],
+        messages: Iterable[Message],
+        tools: Iterable[Tool],
         tool_format: ToolFormat | None,
+        variables: dict[str, Any],
         sentinel: str,
         limits: RenderLimits,
-    ) -> str:
-        if taken := RESERVED & request.template_vars.keys():
-            raise ProtocolError(f"template_vars cannot set {', '.join(sorted(taken))}")
-        variables = dict(self._guard.data(request.template_vars, sentinel))
-        guarded = self._guarded(request.messages, sentinel)
-        tools = [self._guard.tool(tool, sentinel) for tool in tools]
-        if tool_format is not None and tool_format is not self._tool_format:
-            messages = plain_messages(guarded, tools, tool_format)
-        else:
-            messages = self._dicts(guarded)
-            if tools:
-                variables["tools"] = [tool_dict(tool) for tool in tools]
-        return self._render_template(messages, sentinel, limits, **variables)
-
-    def _guarded(self, messages: Iterable[Message], sentinel: str) -> list[Message]:
-        return [self._guard.message(message, sentinel) for message in messages]
-
-    def _dicts(self, messages: Iterable[Message]) -> list[dict[str, object]]:
-        calls_as = None if self._reads_calls else self._tool_format
-        return [message_dict(message, calls_as=calls_as) for message in messages]
-
-    def _render_template(
-        self,
-        messages: Sequence[dict[str, object]],
-        sentinel: str,
-        limits: RenderLimits,
-        **variables: Any,
     ) -> str:
         """The template's text, with the sentinel also where it wrote that as Python and JSON
         escape it."""
+        messages = [self._guard.message(message, sentinel) for message in messages]
+        tools = [self._guard.tool(tool, sentinel) for tool in tools]
+        if tool_format is not None and tool_format is not self._tool_format:
+            turns = plain_messages(messages, tools, tool_format)
+        else:
+            calls_as = None if self._reads_calls else self._tool_format
+            turns = [message_dict(message, calls_as=calls_as) for message in messages]
+            if tools:
+                variables["tools"] = [tool_dict(tool) for tool in tools]
         if isinstance(self._template, LlamadError):
             raise copy.copy(self._template)
-        text = self._template.render(messages, limits=limits, **variables)
+        text = self._template.render(turns, limits=limits, **variables)
         return text.replace(ascii(sentinel)[1:-1], sentinel)
 
     def _format(self, request: Request) -> ToolFormat:
@@ -202,12 +180,6 @@ class ChatFormat:
         if self._tool_format is None:
             raise _no_tools()
         return self._tool_format
-
-    def _reasoning_tokens(self) -> list[str]:
-        tags = self._reasoning
-        if tags is None:
-            return []
-        return [tag for tag in (tags.open, tags.close) if tag in self._control]
 
     def _marker(self, text: str) -> str:
         """A marker as a Lark expression; see `chat.tools.lark.Marker`."""

@@ -11,6 +11,7 @@ import itertools
 import secrets
 import string
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import attrs
 
@@ -68,26 +69,19 @@ class _MarkerFinder:
 
         Returns what is not part of the marker, and whether that has come.
         """
-        plain: list[str] = []
-        text, marker = source.text, self.marker
-        while source.pos < len(text):
-            if not self._held:
-                start = text.find(marker[0], source.pos) if marker else -1
-                start = len(text) if start < 0 else start
-                plain.append(text[source.pos : start])
-                source.pos = start
-                if start == len(text):
-                    break
-            held = keep = self._held + text[source.pos]
-            source.pos += 1
-            if held == marker:
-                self._held = ""
-                return "".join(plain), True
-            while not marker.startswith(keep):
-                keep = keep[1:]
-            plain.append(held[: len(held) - len(keep)])
-            self._held = keep
-        return "".join(plain), False
+        if self._held:
+            source.text, source.pos = self.take() + source.text[source.pos :], 0
+        text, begin = source.text, source.pos
+        found = text.find(self.marker, begin) if self.marker else -1
+        if found >= 0:
+            source.pos = found + len(self.marker)
+            return text[begin:found], True
+        source.pos = len(text)
+        n_held = min(len(self.marker), len(text) - begin)
+        while not text.endswith(self.marker[:n_held]):
+            n_held -= 1
+        self._held = self.marker[:n_held]
+        return text[begin : len(text) - n_held], False
 
     def take(self) -> str:
         """The text has ended: return what was withheld."""
@@ -284,7 +278,12 @@ class ReplyParser:
             try:
                 self._scan.send(char)
             except Malformed:
-                self._give_back()
+                # What came since the last complete call is no call.  The marker is text, not to
+                # be found again; the rest is read once more as text, where markers may be.
+                opener, raw = self._opener, "".join(self._raw)
+                self._leave_calls()
+                self._add_answer(opener)
+                self._inputs.append(_Input(raw))
                 return
             except StopIteration:
                 self._scan = None
@@ -298,17 +297,6 @@ class ReplyParser:
             if self._scan is None:
                 self._leave_calls()
                 return
-
-    def _give_back(self) -> None:
-        """What came since the last complete call is no call.
-
-        The marker is text, not to be found again; the rest is read once more as text, where
-        markers may be.
-        """
-        opener, raw = self._opener, "".join(self._raw)
-        self._leave_calls()
-        self._add_answer(opener)
-        self._inputs.append(_Input(raw))
 
     def _leave_calls(self) -> None:
         self._state = _State.TEXT
@@ -342,35 +330,14 @@ class ReplyParser:
         return events
 
 
-def _join_runs(events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
-    """The events, each with more of the same that follows it."""
-    for _, run in itertools.groupby(events, _run_key):
-        first, *more = run
-        text = "".join(map(_text_of, (first, *more)))
-        match first:
-            case TextDelta():
-                yield TextDelta(text)
-            case ReasoningDelta():
-                yield ReasoningDelta(text)
-            case ToolCallDelta(index):
-                yield ToolCallDelta(index, text)
-            case ToolCallStart():
-                yield first
-
-
-def _run_key(event: ReplyEvent) -> object:
-    match event:
-        case ToolCallStart():
-            return event
-        case ToolCallDelta(index):
-            return index
-        case _:
-            return type(event)
-
-
-def _text_of(event: ReplyEvent) -> str:
-    match event:
-        case TextDelta(text) | ReasoningDelta(text) | ToolCallDelta(_, text):
-            return text
-        case ToolCallStart():
-            return ""
+def _join_runs(events: Iterable[Any]) -> Iterator[ReplyEvent]:
+    """The reply's events, each with more of the same that follows it."""
+    for (kind, index), run in itertools.groupby(
+        events, lambda event: (type(event), getattr(event, "index", 0))
+    ):
+        if kind is ToolCallStart:
+            yield from run
+        elif kind is ToolCallDelta:
+            yield ToolCallDelta(index, "".join(event.arguments for event in run))
+        else:
+            yield kind("".join(event.text for event in run))

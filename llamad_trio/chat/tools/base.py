@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -32,13 +33,16 @@ class ToolFormat(ABC):
     opener: str
     bare_opener: str = ""
 
+    _in_template: re.Pattern[str]
+    """What a template has in it that writes such calls."""
+
     _between: str | None = None
     """What comes between calls that each have their marker; `None` if all are behind one."""
 
     @classmethod
-    @abstractmethod
     def detect(cls, template_source: str) -> ToolFormat | None:
         """Return this format, as the template has it, if its calls are in it."""
+        return cls() if cls._in_template.search(template_source) else None
 
     @abstractmethod
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:

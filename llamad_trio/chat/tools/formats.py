@@ -37,10 +37,6 @@ from llamad_trio.core.errors import UnsupportedFeature
 from llamad_trio.core.request import Message
 from llamad_trio.core.tools import Tool, ToolCall
 
-# Other families put XML or YAML between the same tags.  What stands between tag and brace is
-# the template's own quoting.
-_HERMES_CALL = re.compile(r"""<tool_call>(?:\\n|[\s"'{}+~-])*\{\\?"name\\?":""")
-
 
 @attrs.frozen
 class Hermes(ToolFormat):
@@ -52,11 +48,10 @@ class Hermes(ToolFormat):
     name = "hermes"
     markers = ("<tool_call>", "</tool_call>")
     opener = "<tool_call>"
+    # Other families put XML or YAML between the same tags.  What stands between tag and brace is
+    # the template's own quoting.
+    _in_template = re.compile(r"""<tool_call>(?:\\n|[\s"'{}+~-])*\{\\?"name\\?":""")
     _between = quoted("\n")
-
-    @classmethod
-    def detect(cls, template_source: str) -> ToolFormat | None:
-        return cls() if _HERMES_CALL.search(template_source) else None
 
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:
         yield from json_call((yield from skip_space()), sink)
@@ -76,11 +71,6 @@ class Hermes(ToolFormat):
         return f'"\\n" object {closed} {rules.marker("</tool_call>")}'
 
 
-_LLAMA3_CALL = re.compile(
-    r"""\{"name": (?:function name|" ?' ?\+).{0,80}?"parameters": """, re.DOTALL
-)
-
-
 @attrs.frozen
 class Llama3(ToolFormat):
     """Llama 3.1 to 3.3, where the reply itself is the call.
@@ -94,10 +84,9 @@ class Llama3(ToolFormat):
     markers = ("<|python_tag|>",)
     opener = "<|python_tag|>"
     bare_opener = "{"
-
-    @classmethod
-    def detect(cls, template_source: str) -> ToolFormat | None:
-        return cls() if _LLAMA3_CALL.search(template_source) else None
+    _in_template = re.compile(
+        r"""\{"name": (?:function name|" ?' ?\+).{0,80}?"parameters": """, re.DOTALL
+    )
 
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:
         yield from json_call(opener if opener == "{" else (yield from skip_space()), sink)
@@ -238,9 +227,6 @@ def _scan_bracket(char: str) -> Scan[str]:
 
 _START, _END = "<|tool_call_start|>", "<|tool_call_end|>"
 
-# Liquid's templates differ in what they mark; the newest name no marker of a call.
-_LFM2_CALL = (_START, "<|tool_list_start|>", '"List of tools: ["')
-
 _MAX_PYTHON_NAME_CHARS = 256
 
 
@@ -255,10 +241,8 @@ class Lfm2(ToolFormat):
     name = "lfm2"
     markers = (_START, _END)
     opener = _START
-
-    @classmethod
-    def detect(cls, template_source: str) -> ToolFormat | None:
-        return cls() if any(text in template_source for text in _LFM2_CALL) else None
+    # Liquid's templates differ in what they mark; the newest name no marker of a call.
+    _in_template = re.compile(r'<\|tool_(call|list)_start\|>|"List of tools: \["')
 
     def scan(self, opener: str, sink: CallSink) -> Scan[None]:
         if (yield from skip_space()) != "[":

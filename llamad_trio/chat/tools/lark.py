@@ -114,11 +114,7 @@ def one_of(options: Iterable[str]) -> str:
 
 
 class LarkRules:
-    """Rules, as they are found to be needed.
-
-    Args:
-        marker: gives a marker's text as an expression.
-    """
+    """Rules, as they are found to be needed."""
 
     def __init__(self, marker: Marker) -> None:
         self.marker = marker
@@ -129,17 +125,13 @@ class LarkRules:
         self._rules[name] = f"{name}{options}: {body}"
         return name
 
-    def text(self) -> str:
-        """The terminal of free text."""
-        return self.rule(TEXT, r"/(.|\n)*/")
-
     def text_up_to(self, text: str, name: str, before: str = TEXT) -> str:
         """Free text, by the terminal `before`, up to the first marker of this text.
 
         A model can also spell out what is a control token.  Who reads the reply
         cannot tell, so the grammar does not, either.  `name` is for the rules.
         """
-        self.text()
+        self.rule(TEXT, r"/(.|\n)*/")
         marker = self.marker(text)
         spelt = self.rule(f"{name}_spelt", f"{before} {quoted(text)}", options="[lazy]")
         if marker == quoted(text):

@@ -138,15 +138,18 @@ def json_call(char: str, sink: CallSink, *, late_id: bool = False) -> Scan[None]
             raise Malformed
         seen.add(key)
         yield from expect_after_space(":")
-        char = yield from skip_space()
-        if key == "arguments":
-            if char != "{":
+        match key, (yield from skip_space()):
+            case "arguments", "{":
+                yield from literal(JSON, "{", sink.write)
+            case "name", '"':
+                sink.set_name((yield from _text()))
+            case "id", '"' if late_id:
+                sink.id = yield from _text()
+            case "type", '"':
+                if (yield from _text()) != "function":
+                    raise Malformed
+            case _:
                 raise Malformed
-            yield from literal(JSON, char, sink.write)
-        else:
-            if char != '"':
-                raise Malformed
-            yield from _field(key, sink, late_id)
         char = yield from skip_space()
         if char == "}":
             break
@@ -155,19 +158,6 @@ def json_call(char: str, sink: CallSink, *, late_id: bool = False) -> Scan[None]
     if "arguments" not in seen:
         raise Malformed
     sink.end()
-
-
-def _field(key: str, sink: CallSink, late_id: bool) -> Scan[None]:
-    if key not in ("name", "type") and not (key == "id" and late_id):
-        raise Malformed
-    value = yield from _text()
-    match key:
-        case "name":
-            sink.set_name(value)
-        case "id":
-            sink.id = value
-        case _ if value != "function":
-            raise Malformed
 
 
 # Names have at most 64 characters and escapes at most 6 for one.
