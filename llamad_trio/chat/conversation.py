@@ -11,9 +11,8 @@ import attrs
 from llamad_trio.chat.guard import Guard
 from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls
 from llamad_trio.chat.meter import RenderLimits
-from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning
 from llamad_trio.chat.reply import ReplyParser
-from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.template import ChatTemplate, ReasoningTags, detect_reasoning
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS, detect_tool_format
 from llamad_trio.chat.tools.lark import quoted, tool_dict
@@ -32,18 +31,13 @@ RESERVED = frozenset(
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """What a request comes to.
-
-    Attributes:
-        prompt: the prompt's text, with the sentinel in it where a token must not be.
-        constraint: what the reply must be.
-        visible: the control tokens that are part of the reply's text.
-        reasoning, in_reasoning, tool_format: how the reply is read; see `ReplyParser`.
-    """
+    """What a request comes to: the prompt, what the reply must be, and how it is read."""
 
     prompt: str
+    """With the sentinel in it where a token must not be."""
     constraint: Constraint | None = None
     visible: frozenset[int] = frozenset()
+    """The control tokens that are part of the reply's text."""
     reasoning: ReasoningTags | None = None
     in_reasoning: bool = False
     tool_format: ToolFormat | None = None
@@ -68,12 +62,9 @@ class ChatFormat:
         self._guard = Guard(self._control, added)
 
     def turn(self, request: Request, sentinel: str, limits: RenderLimits) -> Turn:
-        """What a request comes to.
+        """What a request comes to; of a prompt of token ids there is no text.
 
-        Args:
-            request: its tools must be `Tool`s.  Of a prompt of token ids there is no text.
-            sentinel: a character that is not in the request.
-            limits: what the template may use.
+        Its tools must be `Tool`s; the sentinel is a character that is not in it.
 
         Raises:
             ProtocolError, UnsupportedFeature: as `Engine.complete`.

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
 
@@ -72,12 +73,10 @@ class _TokenTexts:
 
 
 class Guard:
-    """Breaks the text of control tokens in what is not the template's own.
+    """Breaks the texts of `control` tokens in what is not the template's own.
 
-    Args:
-        control: the texts of the vocabulary's control tokens.
-        added: texts that are one token wherever they stand, and that the template uses.
-            What the assistant has said may contain these: templates look for them there.
+    So it does with `added` texts, which are one token wherever they stand and which the template
+    uses; but what the assistant has said may contain these: templates look for them there.
     """
 
     def __init__(self, control: Iterable[str], added: Iterable[str] = ()) -> None:
@@ -115,9 +114,10 @@ class Guard:
             ProtocolError: it is nested too deeply.
         """
         try:
-            return self._break_object(data, sentinel)
+            broken: JsonObject = self._break_value(data, sentinel)
         except RecursionError:
             raise ProtocolError("there is data that is nested too deeply for a prompt") from None
+        return broken
 
     def _call(self, call: ToolCall, sentinel: str) -> ToolCall:
         call_id = self._break_up(call.id, sentinel)
@@ -126,19 +126,16 @@ class Guard:
     def _break_up(self, text: str, sentinel: str) -> str:
         return self._added.break_up(self._control.break_up(text, sentinel), sentinel)
 
-    def _break_object(self, data: JsonObject, sentinel: str) -> JsonObject:
-        return {
-            self._break_up(key, sentinel): self._break_value(value, sentinel)
-            for key, value in data.items()
-        }
-
-    def _break_value(self, value: object, sentinel: str) -> object:
+    def _break_value(self, value: Any, sentinel: str) -> Any:
         match value:
             case str():
                 return self._break_up(value, sentinel)
             case list():
                 return [self._break_value(item, sentinel) for item in value]
             case Mapping():
-                return self._break_object(value, sentinel)
+                return {
+                    self._break_up(key, sentinel): self._break_value(item, sentinel)
+                    for key, item in value.items()
+                }
             case _:
                 return value

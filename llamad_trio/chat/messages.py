@@ -52,10 +52,9 @@ def plain_messages(
 ) -> list[dict[str, object]]:
     """Rewrite a conversation for a template that knows nothing of tools.
 
-    The system turn, made if there is none, ends with the format's
-    instructions when there are tools; calls and results become text.  The results of one turn
-    become one user turn, joined with a user turn that follows, because many templates insist
-    that user and assistant take turns.
+    The system turn, made if there is none, ends with the format's instructions when there are
+    tools; calls and results become text.  The results of one turn become one user turn, joined
+    with a user turn that follows, because many templates insist that the two take turns.
     """
     turns: list[dict[str, object]] = []
     results: list[str] = []

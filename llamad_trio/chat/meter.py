@@ -11,15 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import attrs
 import jinja2
 from jinja2.runtime import LoopContext
 
 from llamad_trio.core.errors import ProtocolError
-
-T = TypeVar("T")
 
 NODE_CHARS = 16
 """What an item of a list, and a step of a loop, counts for: its 64 bytes, at four a character."""
@@ -153,7 +151,7 @@ class Meter:
         self.spend(sum(map(len, texts)))
         return "".join(texts)
 
-    def allow_comparing(self, value: T) -> T:
+    def allow_comparing(self, value: object) -> object:
         """Return `value`, which may now be compared or hashed in one call."""
         if type(value) not in SCALARS:
             self.weigh(value)

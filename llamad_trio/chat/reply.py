@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from llamad_trio.chat.reasoning import ReasoningTags
+from llamad_trio.chat.template import ReasoningTags
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.literal import WHITESPACE, Malformed, Scan
 from llamad_trio.chat.tools.scan import CallSink
@@ -28,12 +28,10 @@ from llamad_trio.core.completion import (
 )
 from llamad_trio.core.tools import ToolCall
 
-_ID_CHARS = string.ascii_letters + string.digits
-
 
 def new_call_id() -> str:
     """Return nine random letters and digits, which is the form Mistral's templates insist on."""
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class _State(enum.Enum):
@@ -52,17 +50,15 @@ class _Input:
     pos: int = 0
 
 
+@attrs.define
 class _MarkerFinder:
     """Passes text through up to the next marker, or all if the marker is empty.
 
     Withholds text only while it is the beginning of the marker.
     """
 
-    __slots__ = ("_held", "marker")
-
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-        self._held = ""
+    marker: str
+    _held: str = attrs.field(default="", init=False)
 
     def scan(self, source: _Input) -> tuple[str, bool]:
         """Read the input, up to its end or to behind the marker.
@@ -89,13 +85,11 @@ class _MarkerFinder:
         return held
 
 
+@attrs.define
 class _Gap:
     """Text without the whitespace at its end, of which only what follows tells what it is."""
 
-    __slots__ = ("_parts",)
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
+    _parts: list[str] = attrs.field(factory=list, init=False)
 
     def push(self, text: str) -> str:
         """Take more text; return what can be shown."""
@@ -115,21 +109,16 @@ class _Gap:
 class ReplyParser:
     """Takes a reply apart while it comes.
 
-    Args:
-        reasoning: the tags around the model's reasoning.  An opening tag counts
-            only at the reply's beginning: later it is text.
-        in_reasoning: the prompt has opened the reasoning already.
-        tool_format: the syntax of its tool calls.
-        new_id: gives the id of a call that the model has given none.
+    The tag that opens reasoning counts only at the reply's beginning, later it is text; with
+    `in_reasoning` the prompt has opened it already.  `new_id` gives the id of a call that the
+    model has given none.
 
-    What is dropped, other than tags and the syntax of calls: whitespace just
-    inside the tags, between them and the answer, before and between calls, and
-    after the last call.  Text that only looked like a call is answer text,
-    unchanged.  It may have been announced by `ToolCallStart`: the next call
-    then has the same index and takes its place.
+    What is dropped, other than tags and the syntax of calls: whitespace just inside the tags,
+    between them and the answer, before and between calls, and after the last call.  Text that
+    only looked like a call is answer text, unchanged.  It may have been announced by
+    `ToolCallStart`: the next call then has the same index and takes its place.
 
-    A call is complete when its arguments are; whether the syntax around it was
-    closed does not matter.
+    A call is complete when its arguments are, whether or not the syntax around it was closed.
     """
 
     def __init__(

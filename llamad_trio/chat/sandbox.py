@@ -125,17 +125,18 @@ def _join(values: tuple[object, ...]) -> str:
 
 
 def _add(values: tuple[Any, ...]) -> Any:
+    meter = current_meter()
     for value in values:
         if type(value) is not str:
-            return functools.reduce(_add_two, values)
-    return current_meter().join(values)
-
-
-def _add_two(left: Any, right: Any) -> Any:
-    meter = current_meter()
-    # What `safe` has marked escapes the other.
-    meter.check(5 * sum(len(side) for side in (left, right) if isinstance(side, Sized)))
-    return meter.count_made(left + right)
+            break
+    else:
+        return meter.join(values)
+    total, *more = values
+    for value in more:
+        # What `safe` has marked escapes the other.
+        meter.check(5 * sum(len(side) for side in (total, value) if isinstance(side, Sized)))
+        total = meter.count_made(total + value)
+    return total
 
 
 _REPORTS: dict[str, Function] = {
@@ -248,11 +249,7 @@ def _dict(*args: Any, **kwargs: object) -> Any:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment.  Shared by all templates and threads.
-
-    Args:
-        functions: what a template can call besides Jinja's own.
-    """
+    """The environment, shared by all templates and threads.  They can call `functions`, too."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
     concat = staticmethod(lambda texts: current_meter().join(texts))

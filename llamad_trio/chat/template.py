@@ -1,9 +1,8 @@
-"""Chat templates: a conversation in, the prompt's text out.
+"""Chat templates: a conversation in, the prompt's text out; and how they mark reasoning.
 
-A model brings its template as Jinja source written for Hugging Face's
-transformers.  The source came with a downloaded file and is not trusted: it runs
-in the sandbox, on copies of the caller's data, and its time and all that it makes are
-bounded.
+A model brings its template as Jinja source written for Hugging Face's transformers.  The
+source came with a downloaded file and is not trusted: it runs in the sandbox, on copies of
+the caller's data, and its time and all that it makes are bounded.
 """
 
 from __future__ import annotations
@@ -149,3 +148,41 @@ def _describe(error: Exception) -> str:
     if isinstance(error, jinja2.TemplateSyntaxError):
         message = f"line {error.lineno}: {error.message}"
     return message if len(message) <= _MAX_REASON_CHARS else f"{message[:_MAX_REASON_CHARS]}…"
+
+
+@attrs.frozen
+class ReasoningTags:
+    """The texts around a model's reasoning, which may be control tokens of its vocabulary."""
+
+    open: str
+    close: str
+
+    def end_of(self, prompt: str) -> str | None:
+        """The tag that a prompt ends in, white space aside; `None` if it ends in neither.
+
+        After the opening one the reply begins inside reasoning; after the closing one there
+        shall be none.
+        """
+        end = prompt.rstrip()
+        return next((tag for tag in (self.open, self.close) if end.endswith(tag)), None)
+
+
+_KNOWN_REASONING = (
+    ReasoningTags("<think>", "</think>"),
+    ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<seed:think>", "</seed:think>"),
+    ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def detect_reasoning(template_source: str) -> ReasoningTags | None:
+    """Return the tags that the template sets around reasoning; `None` if it knows none.
+
+    A template need not name both: one that only cuts old reasoning out of the
+    conversation looks for the closing tag, one that only begins it writes the
+    opening tag.
+    """
+    for tags in _KNOWN_REASONING:
+        if tags.open in template_source or tags.close in template_source:
+            return tags
+    return None

@@ -11,8 +11,8 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.chat.reasoning import ReasoningTags, detect_reasoning
 from llamad_trio.chat.reply import ReplyParser, new_call_id
+from llamad_trio.chat.template import ReasoningTags, detect_reasoning
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.core.completion import (

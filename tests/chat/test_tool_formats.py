@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.chat.messages import message_dict, plain_messages, reads_tool_calls
-from llamad_trio.chat.reasoning import ReasoningTags
 from llamad_trio.chat.reply import ReplyParser
-from llamad_trio.chat.template import ChatTemplate
+from llamad_trio.chat.template import ChatTemplate, ReasoningTags
 from llamad_trio.chat.tools.base import ToolFormat
 from llamad_trio.chat.tools.formats import TOOL_FORMATS, Mistral, detect_tool_format
 from llamad_trio.chat.tools.lark import tool_dict

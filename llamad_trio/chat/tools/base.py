@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from llamad_trio.chat.reasoning import ReasoningTags
+from llamad_trio.chat.template import ReasoningTags
 from llamad_trio.chat.tools.lark import TEXT, LarkRules, Marker, tool_dict, tools_of_choice
 from llamad_trio.chat.tools.literal import Scan
 from llamad_trio.chat.tools.scan import CallSink

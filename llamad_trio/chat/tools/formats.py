@@ -318,16 +318,12 @@ def detect_tool_format(template_source: str) -> ToolFormat | None:
 
     `None` if the template takes no `tools`, or has a syntax that is not known here.
     """
-    if not _reads_tools(template_source):
-        return None
-    found = (cls.detect(template_source) for cls in _CLASSES)
-    return next((tool_format for tool_format in found if tool_format is not None), None)
-
-
-def _reads_tools(template_source: str) -> bool:
-    """Whether `tools` is a name in the template, not only a word that it writes."""
     try:
         tokens = list(jinja2.Environment().lex(template_source))
     except jinja2.TemplateError:
-        return False
-    return any(kind == "name" and value == "tools" for _, kind, value in tokens)
+        return None
+    # As a name in the template, not only as a word that it writes.
+    if not any(kind == "name" and value == "tools" for _, kind, value in tokens):
+        return None
+    found = (cls.detect(template_source) for cls in _CLASSES)
+    return next((tool_format for tool_format in found if tool_format is not None), None)

@@ -53,11 +53,7 @@ def tool_dict(tool: Tool) -> dict[str, object]:
     """Return what a template gets for `tool`."""
     return {
         "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.schema,
-        },
+        "function": {"name": tool.name, "description": tool.description, "parameters": tool.schema},
     }
 
 
@@ -76,10 +72,7 @@ def tools_of_choice(tools: Sequence[Tool], choice: str) -> Sequence[Tool]:
 
     Raises `ProtocolError` when there are none.
     """
-    if choice in ("auto", "required"):
-        left = tools
-    else:
-        left = [tool for tool in tools if tool.name == choice]
+    left = [tool for tool in tools if choice in ("auto", "required", tool.name)]
     if not left:
         wanted = "there are no tools" if not tools else f"there is no tool {choice!r}"
         raise ProtocolError(f"{wanted} to call")

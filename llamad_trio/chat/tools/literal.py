@@ -160,19 +160,8 @@ def _json_string(quote: str, write: Write) -> Scan[None]:
                 write((yield from _hex(4)))
 
 
-_PYTHON_ESCAPES = {
-    "\\": "\\",
-    "'": "'",
-    '"': '"',
-    "a": "\a",
-    "b": "\b",
-    "f": "\f",
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-    "v": "\v",
-    "\n": "",
-}
+_PYTHON_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_PYTHON_ESCAPES |= {"\\": "\\", "'": "'", '"': '"', "\n": ""}
 
 
 def _python_string(quote: str, write: Write) -> Scan[None]:

@@ -14,15 +14,9 @@ from llamad_trio.core.tools import JsonObject, ToolCall
 class CallSink:
     """Where a format puts the calls it finds, in whatever order their parts come.
 
-    Args:
-        new_id: gives the id of a call that the model has given none.
-        tell: is told of each call while it comes.
-
-    Attributes:
-        calls: those that are complete.
-        id: of the call that has begun, if the model gives one.
-        is_open: true from a call's first character, the opening marker's when it is the
-            first, to its last.
+    Has those that are complete in `calls`; `is_open` is true from a call's first character, the
+    opening marker's when it is the first, to its last, and `id` the one that the model gives it,
+    if any.  Each call is told to `tell` while it comes.
     """
 
     def __init__(self, new_id: Callable[[], str], tell: Callable[[ReplyEvent], None]) -> None:
