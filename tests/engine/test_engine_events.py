@@ -110,44 +110,36 @@ async def test_each_way_to_fail_is_told(autojump_clock: MockClock) -> None:
     assert all(error.__traceback__ is None for error in errors), "it would keep frames alive"
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "reason"),
+    [
+        (SessionFatal("of a test"), SessionFatal, "engine stopped: of a test"),
+        # A bug: this is what the body gets first.
+        (ZeroDivisionError("of a test"), EngineClosed, "ZeroDivisionError: of a test"),
+    ],
+)
 async def test_a_crash_fails_everybody_and_says_why_the_engine_stopped(
     autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    raised: type[Exception],
+    reason: str,
 ) -> None:
+    def step(_: object) -> None:
+        raise error
+
     watcher = Watcher()
     model = ScriptedModel("yes", decode_s=1)
-    async with trio.open_nursery() as nursery:
-        with pytest.raises(SessionFatal):
-            async with open_scripted_engine(model) as engine:
-                await nursery.start(watcher.run, engine)
-                model.crash_next_step("of a test")
-                await engine.complete("a")
-    assert watcher.names(1) == ["RequestQueued", "RequestStarted", "RequestFailed"]
-    failed = watcher.of(1)[-1]
-    assert isinstance(failed, RequestFailed)
-    assert isinstance(failed.error, SessionFatal)
-    stopped = watcher.events[-1]
-    assert isinstance(stopped, EngineStopped)
-    assert stopped.reason == "engine stopped: of a test"
-
-
-async def test_a_bug_in_an_actor_is_told_as_the_reason(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watcher = Watcher()
-    model = ScriptedModel("yes")
-
-    def step(plan: object) -> None:
-        raise ZeroDivisionError("of a test")
-
     monkeypatch.setattr(model, "step", step)
     async with trio.open_nursery() as nursery:
-        with pytest.raises(EngineClosed):  # that is what the body gets first
+        with pytest.raises(raised):
             async with open_scripted_engine(model) as engine:
                 await nursery.start(watcher.run, engine)
                 await engine.complete("a")
-    assert watcher.events[-1] == EngineStopped(
-        time=trio.current_time(), engine="", reason="ZeroDivisionError: of a test"
-    )
+    assert watcher.names(1) == ["RequestQueued", "RequestStarted", "RequestFailed"]
+    (failed,) = watcher.all(RequestFailed)
+    assert isinstance(failed.error, raised)
+    assert watcher.events[-1] == EngineStopped(time=trio.current_time(), engine="", reason=reason)
 
 
 async def test_the_end_of_the_block_fails_what_runs_and_ends_the_events(

@@ -173,18 +173,26 @@ async def test_the_prompt_is_computed_once(tiny: Engine, n_options: int) -> None
     assert again <= n_options_tokens
 
 
-async def check_nothing_is_held(engine: Engine) -> None:
-    """In a pool of 512 tokens, where the prompt of the scoring can give way to another."""
-    await until_idle(engine)
-    await engine.complete(Request([21] * 200), max_tokens=1)
-    await engine.complete(Request([22] * 200), max_tokens=1)  # one of the three has to go
-    assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
-
-
-async def test_the_prompt_is_held_no_longer_than_the_scoring_takes(tiny_path: Path) -> None:
+async def test_the_prompt_is_held_no_longer_than_the_scoring_takes_also_if_that_is_cancelled(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
+
+        async def check_nothing_is_held() -> None:
+            await until_idle(engine)
+            await engine.complete(Request([21] * 200), max_tokens=1)
+            await engine.complete(Request([22] * 200), max_tokens=1)  # one of three has to go
+            assert (await engine.complete(Request([21] * 200), max_tokens=1)).cached_tokens == 199
+
         await engine.score(Request([20] * 200), ["a", "b"])
-        await check_nothing_is_held(engine)
+        await check_nothing_is_held()
+        await engine.score(Request([20] * 200), ["a"])
+        with held_steps(monkeypatch) as steps:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.score, Request([20] * 200), ["a", "b"])
+                await until(steps.begun.is_set)
+                nursery.cancel_scope.cancel()
+        await check_nothing_is_held()
 
 
 @pytest.mark.parametrize("kind", DECODER_KINDS)
@@ -244,19 +252,6 @@ async def test_streams_beside_it_say_what_they_say_alone(tiny: Engine) -> None:
         texts = await side_by_side(partial(tiny.complete_text, request) for request in asked)
     assert texts == alone
     await until_idle(tiny)
-
-
-async def test_cancelled_in_a_step_it_lets_go_of_the_prompt(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_engine(tiny_path, EXACT, n_ctx=512) as engine:
-        await engine.score(Request([20] * 200), ["a"])
-        with held_steps(monkeypatch) as steps:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(engine.score, Request([20] * 200), ["a", "b"])
-                await until(steps.begun.is_set)
-                nursery.cancel_scope.cancel()
-        await check_nothing_is_held(engine)
 
 
 async def test_one_scoring_of_many_options_does_not_overflow_the_queue(tiny_path: Path) -> None:

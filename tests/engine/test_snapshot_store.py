@@ -70,14 +70,6 @@ def test_what_was_written_is_found_and_read(tmp_path: Path) -> None:
         assert read_back(store, path) == (expected.tokens, expected.state)
 
 
-def test_a_second_snapshot_of_the_same_tokens_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    store = store_in(tmp_path)
-    paths = {written(store, Snapshot((1, 2), state)) for state in (b"old", b"new")}
-    (path,) = paths
-    assert read_back(store, path) == ((1, 2), b"new")
-    assert len(files_in(tmp_path)) == 1
-
-
 def test_the_directory_is_made_and_all_in_it_is_ours_alone(tmp_path: Path) -> None:
     folder = tmp_path / "above" / "cache"
     before = os.umask(0)
@@ -132,25 +124,17 @@ def test_a_bad_file_is_found_out_reported_and_removed(
         assert str(bad) in message
 
 
-def test_files_that_are_none_of_ours_are_left_alone(tmp_path: Path) -> None:
-    store = store_in(tmp_path, max_bytes=1000)
-    written(store, snapshot(1))
-    folder = next(tmp_path.iterdir())
-    for path in (tmp_path / "notes.txt", folder / "notes.txt"):
-        path.write_bytes(bytes(5000))
-    store.scan()
-    written(store, snapshot(2))
-    assert (tmp_path / "notes.txt").exists()
-    assert (folder / "notes.txt").exists()
-
-
-def test_a_folder_with_the_name_of_a_snapshot_costs_nothing(tmp_path: Path) -> None:
+def test_what_is_none_of_ours_is_left_alone(tmp_path: Path) -> None:
     store = store_in(tmp_path, max_bytes=1000)
     first = written(store, snapshot(1))
+    notes = [folder / "notes.txt" for folder in (tmp_path, first.parent)]
+    for path in notes:
+        path.write_bytes(bytes(5000))
     for name in ("x.kv", "1-x.writing"):
         (first.parent / name).mkdir()
     assert store.scan() == [(first, (1,))]
     assert written(store, snapshot(2)).exists()
+    assert all(path.exists() for path in notes)
 
 
 def test_a_good_file_whose_time_cannot_be_set_is_read_all_the_same(

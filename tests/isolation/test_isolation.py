@@ -393,15 +393,10 @@ async def test_a_load_that_is_given_up_is_not_waited_for(
 async def test_without_descriptors_it_is_a_typed_error_and_the_engine_goes_on(
     tiny_path: Path,
 ) -> None:
-    def no_more() -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (n_fds() - 1, hard))
-        limits.append((soft, hard))
-
-    limits: list[tuple[int, int]] = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with open_engine(tiny_path, ONE_THREAD, isolation="process") as engine:
         try:
-            no_more()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (n_fds() - 1, limits[1]))
             with pytest.raises(InferenceError, match="Too many open files"):
                 await engine.complete("x")
             for isolation in (None, "process"):
@@ -409,7 +404,7 @@ async def test_without_descriptors_it_is_a_typed_error_and_the_engine_goes_on(
                     async with open_engine(tiny_path, ONE_THREAD, isolation=isolation):
                         pass
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits[0])
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (await engine.complete("x", max_tokens=2)).generated_tokens == 2
 
 
