@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Group", "read_schema_suite"]
-
 ARCHIVE = "jsonschema-4.26.0.tar.gz"
 SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
 FOLDER = "json/tests/draft2020-12/"

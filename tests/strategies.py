@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from llamad_trio.core.tools import ToolCall
 
-__all__ = ["json_objects", "json_values", "names", "numbers", "texts", "tool_calls"]
-
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 names = st.from_regex(r"x[A-Za-z0-9_.-]{0,10}", fullmatch=True)

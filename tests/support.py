@@ -22,24 +22,6 @@ if TYPE_CHECKING:
     from llamad_trio import Engine, TokenStream
     from llamad_trio.scheduling.plan import StepPlan, StepResult
 
-__all__ = [
-    "ENDLESS",
-    "EXACT",
-    "ONE_THREAD",
-    "SURE_PROMPTS",
-    "HeldSteps",
-    "before_steps",
-    "count_pieces",
-    "held_steps",
-    "must_not_run",
-    "read_all",
-    "side_by_side",
-    "threads_of_ours",
-    "until",
-    "until_idle",
-    "until_queued",
-]
-
 T = TypeVar("T")
 
 # OpenMP's threads wait for each other at every graph node: with a second one, whatever else

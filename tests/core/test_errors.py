@@ -11,58 +11,51 @@ from typing import Any
 import pytest
 
 from llamad_trio.core import errors
-from llamad_trio.core.errors import (
-    Busy,
-    ConfigError,
-    ContextOverflow,
-    Disconnected,
-    EngineClosed,
-    EngineCrashed,
-    Failure,
-    IncompleteOutput,
-    InferenceError,
-    InsufficientMemory,
-    LlamadError,
-    ModelLoadError,
-    PromptTooLong,
-    ProtocolError,
-    RestartsExhausted,
-    SessionFatal,
-    SocketUnavailable,
-    UnsupportedFeature,
-)
+from llamad_trio.core.errors import LlamadError
 
 CRASHED = {"status": -9, "last_log_lines": ("first", "last")}
-EXHAUSTED = {"model": "a", "failures": (Failure(1.0, "one"), Failure(3.5, "two"))}
+EXHAUSTED = {"model": "a", "failures": (errors.Failure(1.0, "one"), errors.Failure(3.5, "two"))}
 NO_MEMORY = {"required": 3 << 30, "available": 1 << 30, "held_by": {"a": 512 << 20}}
 OVERFLOW = {"stage": "decode", "resident_tokens": 60, "additional_tokens": 5, "n_ctx": 64}
 
 # Fields in the order in which an error takes them.
 KINDS: list[tuple[type[LlamadError], dict[str, Any], str]] = [
-    (ModelLoadError, {"path": "a.gguf", "reason": "no"}, "cannot load model 'a.gguf': no"),
-    (Busy, {"queued": 3, "max_queue": 2}, "busy: 3 requests are waiting, the limit is 2"),
-    (PromptTooLong, {"tokens": 9, "budget": 8}, "prompt too long: 9 tokens, at most 8 fit"),
-    (IncompleteOutput, {"text": '{"a": '}, "the output is incomplete after 6 characters"),
+    (errors.ModelLoadError, {"path": "a.gguf", "reason": "no"}, "cannot load model 'a.gguf': no"),
+    (errors.Busy, {"queued": 3, "max_queue": 2}, "busy: 3 requests are waiting, the limit is 2"),
+    (errors.PromptTooLong, {"tokens": 9, "budget": 8}, "prompt too long: 9 tokens, at most 8 fit"),
+    (errors.IncompleteOutput, {"text": '{"a": '}, "the output is incomplete after 6 characters"),
     (
-        ContextOverflow,
+        errors.ContextOverflow,
         OVERFLOW,
         "context overflow in decode: 60 tokens resident, 5 more do not fit in 64",
     ),
-    (ProtocolError, {"reason": "bad role"}, "invalid request: bad role"),
-    (UnsupportedFeature, {"feature": "x", "reason": "y"}, "x is not supported: y"),
-    (InferenceError, {"reason": "NaN"}, "inference: NaN"),
-    (SessionFatal, {"reason": "lost count"}, "engine stopped: lost count"),
-    (EngineClosed, {}, "the engine is closed"),
-    (Disconnected, {}, "the other side disconnected"),
-    (SocketUnavailable, {"path": "/x", "reason": "nobody"}, "socket '/x': nobody"),
-    (ConfigError, {"path": "d.toml", "where": "a.b", "reason": "wrong"}, "d.toml: a.b: wrong"),
-    (EngineCrashed, CRASHED, "the engine's process ended with signal 9; its last words: last"),
+    (errors.ProtocolError, {"reason": "bad role"}, "invalid request: bad role"),
+    (errors.UnsupportedFeature, {"feature": "x", "reason": "y"}, "x is not supported: y"),
+    (errors.InferenceError, {"reason": "NaN"}, "inference: NaN"),
+    (errors.SessionFatal, {"reason": "lost count"}, "engine stopped: lost count"),
+    (errors.EngineClosed, {}, "the engine is closed"),
+    (errors.Disconnected, {}, "the other side disconnected"),
+    (errors.SocketUnavailable, {"path": "/x", "reason": "nobody"}, "socket '/x': nobody"),
     (
-        RestartsExhausted,
+        errors.ConfigError,
+        {"path": "d.toml", "where": "a.b", "reason": "wrong"},
+        "d.toml: a.b: wrong",
+    ),
+    (
+        errors.EngineCrashed,
+        CRASHED,
+        "the engine's process ended with signal 9; its last words: last",
+    ),
+    (
+        errors.RestartsExhausted,
         EXHAUSTED,
         "model 'a' failed 2 times: 2.5 s before: one; 0.0 s before: two",
     ),
-    (InsufficientMemory, NO_MEMORY, str(InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20}))),
+    (
+        errors.InsufficientMemory,
+        NO_MEMORY,
+        str(errors.InsufficientMemory(3 << 30, 1 << 30, {"a": 512 << 20})),
+    ),
 ]
 
 EXAMPLES = [(kind(*fields.values()), fields, message) for kind, fields, message in KINDS]

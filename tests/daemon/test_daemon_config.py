@@ -132,21 +132,16 @@ def test_every_known_model_can_be_named(write: Write, name: str) -> None:
     assert load_daemon_config(write(f'[models.m]\nmodel = "{name}"')).models["m"].model == name
 
 
-def test_the_environment_gives_what_the_file_leaves_out(
+def test_the_environment_or_a_base_gives_what_the_file_leaves_out(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLAMAD_N_CTX", "1024")
     monkeypatch.setenv("LLAMAD_N_SLOTS", "9")
-    config = load_daemon_config(write(SMALL + "n_slots = 2")).models["small"].config
-    assert (config.n_ctx, config.n_slots) == (1024, 2)
-
-
-def test_a_base_takes_the_place_of_the_environment(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LLAMAD_N_CTX", "1024")
+    path = write(SMALL + "n_slots = 2")
+    config = load_daemon_config(path).models["small"].config
+    assert config == EngineConfig(n_ctx=1024, n_slots=2)
     base = EngineConfig(n_batch=64, n_slots=9)
-    loaded = load_daemon_config(write(SMALL + "n_slots = 2"), base).models["small"].config
+    loaded = load_daemon_config(path, base).models["small"].config
     assert loaded == attrs.evolve(base, n_slots=2)
 
 
@@ -257,6 +252,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     missing = refused(tmp_path / "none.toml")
     assert (missing.where, missing.reason) == ("", "cannot be read: No such file or directory")
     assert refused(tmp_path).reason == "cannot be read: Is a directory"
+    path = tmp_path / "daemon.toml"
+    path.write_bytes(b'[daemon]\nsocket = "\xff"')
+    assert "utf-8" in refused(path).reason
 
 
 @pytest.mark.parametrize(
@@ -274,12 +272,6 @@ def test_what_is_no_toml_is_refused_with_its_place(write: Write, content: str, r
     assert error.where == ""
     assert error.reason.startswith("not valid TOML: ")
     assert re.search(reason, error.reason)
-
-
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "daemon.toml"
-    path.write_bytes(b'[daemon]\nsocket = "\xff"')
-    assert "utf-8" in refused(path).reason
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
@@ -90,14 +89,6 @@ def is_idle(stats: EngineStats) -> bool:
     return stats.slots["free"] > 0 == stats.queued == stats.kv_used_tokens and not any(
         n for state, n in stats.slots.items() if state != "free"
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread will bring about."""
-    gives_up_at = time.monotonic() + HANG_S / 2
-    while not condition():
-        assert time.monotonic() < gives_up_at, "it does not come about"
-        time.sleep(0.001)
 
 
 class InLoop:
@@ -204,7 +195,7 @@ import os, signal, sys, threading, time, warnings
 from functools import partial
 from llamad_trio import EngineClosed, LlamadError, blocking
 from tests import facades
-from tests.facades import until
+from tests.serving.support import wait_for
 
 scripted = partial(facades.scripted, decode_s=0.001)
 

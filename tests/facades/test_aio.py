@@ -21,8 +21,8 @@ from tests.facades import (
     is_idle,
     scripted,
     telling,
-    until,
 )
+from tests.serving.support import wait_for
 from tests.support import must_not_run
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def test_a_thread_that_does_not_start_properly_leaves_no_engine_behind(start: An
 
     with pytest.raises((KeyboardInterrupt, RuntimeError), match=r"^$|no more threads"):
         asyncio.run(main())
-    until(lambda: engine_threads() == [])
+    wait_for(lambda: engine_threads() == [])
 
 
 @in_asyncio
@@ -240,7 +240,7 @@ async def test_a_loop_closed_in_the_middle_leaves_no_request_behind(is_woken: bo
         ]
         loop.run_until_complete(begun.wait())
         if is_woken:
-            until(lambda: len(loop._ready) > 0)  # type: ignore[attr-defined]
+            wait_for(lambda: len(loop._ready) > 0)  # type: ignore[attr-defined]
         loop.close()
         left.extend(tasks)
         for task in tasks:
@@ -268,7 +268,7 @@ def test_a_task_that_is_thrown_away_leaves_nothing_behind() -> None:
     loop.close()
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     coroutine.close()
-    until(lambda: engine_threads() == [])
+    wait_for(lambda: engine_threads() == [])
 
 
 def test_an_engine_whose_loop_is_gone_closes_itself() -> None:
@@ -280,7 +280,7 @@ def test_an_engine_whose_loop_is_gone_closes_itself() -> None:
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
         del eng, block
         gc.collect()
-    until(lambda: engine_threads() == [])
+    wait_for(lambda: engine_threads() == [])
 
 
 def test_a_forked_child_hangs_on_nothing_and_leaves_its_parents_loop_alone(

@@ -16,8 +16,9 @@ import pytest
 import trio
 
 from llamad_trio import EngineClosed, ProtocolError, blocking
-from tests.facades import ENDLESS, THREAD_STARTS, engine_threads, scripted, telling, until
+from tests.facades import ENDLESS, THREAD_STARTS, engine_threads, scripted, telling
 from tests.facades.test_both import check_fails_alike, in_threads
+from tests.serving.support import wait_for
 from tests.support import ONE_THREAD
 
 if TYPE_CHECKING:
@@ -94,14 +95,14 @@ def test_ctrl_c_cancels_the_callers_request_and_no_other(run_script: RunScript) 
             if len(other) >= 200 and is_done.is_set():
                 return
     def interrupt():
-        until(lambda: eng.stats().slots["free"] == 2)
+        wait_for(lambda: eng.stats().slots["free"] == 2)
         os.kill(os.getpid(), signal.SIGINT)
     with blocking.open_with(scripted()) as eng:
         is_done = threading.Event()
         beside = threading.Thread(target=read_beside)
         beside.start()
         for use in complete, read, loop:
-            until(lambda: eng.stats().slots["free"] == 3)
+            wait_for(lambda: eng.stats().slots["free"] == 3)
             interrupter = threading.Thread(target=interrupt)
             interrupter.start()
             try:
@@ -112,7 +113,7 @@ def test_ctrl_c_cancels_the_callers_request_and_no_other(run_script: RunScript) 
         is_done.set()
         beside.join()
         print(eng.complete_text("the cat"))
-        until(lambda: eng.stats().slots["free"] == 4)
+        wait_for(lambda: eng.stats().slots["free"] == 4)
     print(threading.active_count())
     """
     status, lines, errors = run_script(script)
@@ -155,7 +156,7 @@ def test_ctrl_c_stops_a_load(run_script: RunScript) -> None:
 def test_a_thread_that_does_not_start_properly_leaves_no_engine_behind(start: Any) -> None:
     with pytest.raises((KeyboardInterrupt, RuntimeError), match=r"^$|no more threads"), start():
         blocking.open_with(scripted())
-    until(lambda: engine_threads() == [])
+    wait_for(lambda: engine_threads() == [])
     with blocking.open_with(scripted()) as eng:
         assert eng.complete_text("the cat") == "42"
 
@@ -210,7 +211,7 @@ def test_any_number_of_threads_can_close_an_engine(tiny_path: Path) -> None:
     def use(n: int) -> object:
         if n == 0:
             return eng.complete("the cat", max_tokens=1_000_000)
-        until(lambda: not eng.is_open or eng.stats().slots["free"] < 4)
+        wait_for(lambda: not eng.is_open or eng.stats().slots["free"] < 4)
         eng.close()
         return None
 
@@ -230,7 +231,7 @@ def test_an_engine_that_nobody_has_any_more_closes_itself() -> None:
         del pieces
         gc.collect()
     assert gone() is None
-    until(lambda: engine_threads() == [])
+    wait_for(lambda: engine_threads() == [])
 
 
 STREAM = """
@@ -246,7 +247,7 @@ DAEMON_THREAD = """
 threading.Thread(
     target=eng.complete, args=("endless",), kwargs={"max_tokens": 1_000_000}, daemon=True
 ).start()
-until(lambda: eng.stats().slots["free"] < 4)
+wait_for(lambda: eng.stats().slots["free"] < 4)
 """
 THREAD = """
 def ask():
@@ -259,13 +260,13 @@ def ask():
     except RuntimeError as error:
         print(error)
 threading.Thread(target=ask).start()
-until(lambda: eng.stats().slots["free"] < 4)
+wait_for(lambda: eng.stats().slots["free"] < 4)
 """
 POOL = """
 from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor()
 pool.submit(eng.complete, "endless", max_tokens=1_000_000)
-until(lambda: eng.stats().slots["free"] < 4)
+wait_for(lambda: eng.stats().slots["free"] < 4)
 """
 
 

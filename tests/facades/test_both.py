@@ -39,7 +39,8 @@ from llamad_trio import (
 from llamad_trio.background_run import MOST_PARTS
 from llamad_trio.testing import ScriptedModel
 from llamad_trio.watch.logs import log_events
-from tests.facades import ENDLESS, engine_threads, is_idle, lazy, scripted, served, until
+from tests.facades import ENDLESS, engine_threads, is_idle, lazy, scripted, served
+from tests.serving.support import wait_for
 from tests.support import EXACT, ONE_THREAD, must_not_run, threads_of_ours
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ CAT = Request("the cat", max_tokens=12, temperature=0)
 
 
 def until_idle(eng: Any) -> None:
-    until(lambda: is_idle(eng.stats()))
+    wait_for(lambda: is_idle(eng.stats()))
 
 
 def in_threads(n: int, function: Callable[[int], object]) -> list[object]:
@@ -144,7 +145,7 @@ def test_nothing_is_submitted_before_a_stream_is_entered_or_read(facade: Any) ->
         entered, read, unused = (eng.stream("the cat") for _ in range(3))
         assert eng.stats().steps == 0
         with entered:
-            until(lambda: eng.stats().requests["completed"] == 1)
+            wait_for(lambda: eng.stats().requests["completed"] == 1)
         next(read)
         read.close()
         del unused
@@ -184,7 +185,7 @@ def test_events_are_followed_by_a_task_that_the_opener_starts(
 
     with caplog.at_level("INFO"), facade.open_with(watched) as eng:
         eng.complete("the cat")
-        until(lambda: "request_finished" in caplog.text)
+        wait_for(lambda: "request_finished" in caplog.text)
 
 
 # -- many at once ---------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def test_a_slow_reader_pauses_its_slot_and_loses_nothing(facade: Any) -> None:
     with facade.open_with(scripted({"long": "la " * 500, "": "42"}, n_slots=2)) as eng:
         with eng.stream("long", max_tokens=10_000) as pieces:
             next(pieces)
-            until(lambda: eng.stats().slots["paused"] == 1)
+            wait_for(lambda: eng.stats().slots["paused"] == 1)
             # The engine's own buffer and ours; what is under way; what was read.
             assert eng.stats().decode_tokens <= 64 + MOST_PARTS + 8
             assert eng.complete_text("the cat") == "42"
@@ -231,7 +232,7 @@ def leave_block(eng: Any) -> None:
 
 def leave_block_unread(eng: Any) -> None:
     with eng.stream(ENDLESS):
-        until(lambda: eng.stats().slots["free"] == 0)
+        wait_for(lambda: eng.stats().slots["free"] == 0)
 
 
 def leave_loop(eng: Any) -> None:
@@ -427,7 +428,7 @@ def test_a_crash_reaches_everybody_and_comes_out_of_the_block(facade: Any) -> No
         return bool(stats.slots["free"] == 0 and stats.queued == 8)
 
     def crash() -> None:
-        until(have_all_come)  # who comes later is told as well, but not counted as failed
+        wait_for(have_all_come)  # who comes later is told as well, but not counted as failed
         model.crash_next_step("the books are wrong")
 
     block = facade.open_with(scripted(model=model, n_slots=2))
@@ -489,7 +490,7 @@ def test_the_statistics_of_a_daemon_are_those_of_this_moment(facade: Any, sock: 
             eng.stats()
         for n in (1, 2):
             there.complete("the cat")
-            until(partial(has_completed, n))
+            wait_for(partial(has_completed, n))
         block.__exit__(None, None, None)
         assert has_completed(2)  # nobody tells of others
     assert has_completed(2)
@@ -530,7 +531,7 @@ def test_leaving_the_block_ends_the_calls_of_all_others(facade: Any, tiny_path: 
         with facade.open_engine(tiny_path, ONE_THREAD, n_slots=2, n_ctx=65536) as eng:
             calls = [pool.submit(eng.complete, asked) for _ in range(10)]
             calls += [pool.submit(lambda: eng.stream(asked).result()) for _ in range(2)]
-            until(lambda: not eng.stats().slots["free"])
+            wait_for(lambda: not eng.stats().slots["free"])
         assert [type(call.exception()) for call in calls] == [EngineClosed] * 12
     assert eng.stats().kv_used_tokens == 0
 
@@ -548,7 +549,7 @@ def test_nobody_waits_for_what_an_engine_still_has_to_tidy_up(facade: Any) -> No
     eng = block.__enter__()
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(eng.complete, ENDLESS)
-        until(lambda: not is_idle(eng.stats()))
+        wait_for(lambda: not is_idle(eng.stats()))
         closing = pool.submit(block.__exit__, None, None, None)
         assert isinstance(running.exception(), EngineClosed)
         with pytest.raises(EngineClosed):

@@ -55,18 +55,6 @@ async def test_an_error_is_one_line_in_both_modes(sock: Path, half_close: bool) 
             assert await ask(sock, request + ending, half_close=half_close) == error
 
 
-async def test_an_error_comes_in_the_place_of_the_rest_of_a_stream(sock: Path) -> None:
-    model = arithmetic(decode_s=0.01)
-    async with served(sock, model) as engine, connected(sock) as client:
-        await client.send(b'{"prompt":"count","stream":true}\n')
-        assert await client.line() == b'{"token":"a"}\n'
-        model.fail_next_step("why")
-        *tokens, last = (await client.rest()).splitlines(keepends=True)
-        assert all(line.startswith(b'{"token":') for line in tokens)
-        assert last == b'{"error":"inference: why"}\n'
-        await until_idle(engine)
-
-
 async def test_a_reply_without_text_is_one_all_the_same(sock: Path) -> None:
     async with served(sock, says("")):
         whole = b'{"text":"","prompt_tokens":1,"generated_tokens":1}\n'

@@ -298,13 +298,6 @@ async def test_the_lock_is_private_and_gone_after_the_end(path: Path) -> None:
     assert os.listdir(path.parent) == []
 
 
-async def test_a_lock_that_another_holds_is_respected(path: Path) -> None:
-    with open(f"{path}.lock", "w") as file:  # noqa: ASYNC230
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert await refusal(path) == "another daemon is using it"
-    await open_once(os.fspath(path))
-
-
 def _link_lock(lock_path: Path) -> None:
     make_empty(lock_path.with_name("target"))
     lock_path.symlink_to("target")
@@ -433,12 +426,6 @@ async def test_a_relative_path_is_removed_after_a_change_of_directory(
         assert (tmp_path / "d.sock").is_socket()
         os.chdir("/")
     assert os.listdir(tmp_path) == []
-
-
-async def test_a_second_start_right_after_works(path: Path) -> None:
-    for _ in range(20):
-        async with open_listener(path), await open_client(path):
-            pass
 
 
 async def test_nothing_is_inherited_and_nothing_leaks(path: Path) -> None:

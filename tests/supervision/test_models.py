@@ -461,7 +461,7 @@ async def test_wrong_arguments_are_refused_by_name(
             pytest.fail("it was opened")
 
 
-@pytest.mark.parametrize(("name", "spec"), [("b", "path"), (1, SPEC), (["b"], SPEC), (None, SPEC)])
+@pytest.mark.parametrize(("name", "spec"), [("b", "path"), (1, SPEC), (["a"], SPEC), (None, SPEC)])
 async def test_what_is_no_model_is_not_taken_in(
     name: Any, spec: Any, autojump_clock: MockClock
 ) -> None:
