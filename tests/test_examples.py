@@ -55,17 +55,12 @@ def daemon(tiny_model: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> 
         yield str(path)
 
 
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path, model: str, smollm2_path: Path) -> None:
-    if example.stem in SENSIBLE:
+def test_example_runs(example: Path, is_real: bool, model: str, smollm2_path: Path) -> None:
+    if is_real or example.stem in SENSIBLE:
         model = str(smollm2_path)
     assert run(sys.executable, str(example), model, model)  # those of one model ignore the second
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs_with_a_real_model(example: Path, smollm2_path: Path) -> None:
-    assert run(sys.executable, str(example), str(smollm2_path))
 
 
 def test_batch_goes_on_where_it_was_stopped(model: str, tmp_path: Path) -> None:

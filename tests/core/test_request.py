@@ -83,11 +83,6 @@ def test_what_a_field_cannot_be_is_refused_by_name(field: str) -> None:
             Request(**fields)
 
 
-def test_an_unknown_field_is_refused() -> None:
-    with pytest.raises(TypeError):
-        Request("x", temprature=0.5)  # type: ignore[call-arg]
-
-
 # -- prompts ------------------------------------------------------------------------------
 
 

@@ -6,11 +6,12 @@ Without pytest, whose import takes longer than all that they do.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
 import socket
 import stat
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,52 +48,40 @@ def report_every_call(path: str, umask: str, platform: str) -> None:
 
 
 def race(path: str, n_daemons: str, n_rounds: str) -> None:
-    """Let daemons race over a stale socket; print how many won and why the others did not."""
+    """Let daemons race over a stale socket; print of each round what became of them."""
+    forked = multiprocessing.get_context("fork")
     rounds = []
     for _ in range(int(n_rounds)):
         Path(path).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as stale:
             stale.bind(path)
-        rounds.append(_one_race(path, int(n_daemons)))
+        start, outcomes = forked.Barrier(int(n_daemons)), forked.SimpleQueue()
+        daemons = [
+            forked.Process(target=_take_part, args=(path, start.wait, outcomes.put))
+            for _ in range(int(n_daemons))
+        ]
+        for daemon in daemons:
+            daemon.start()
+        rounds.append(sorted(outcomes.get() for _ in daemons))
+        for daemon in daemons:
+            daemon.kill()  # the winner leaves its socket and its lock behind
+            daemon.join()
     print(json.dumps(rounds))
 
 
-def _one_race(path: str, n_daemons: int) -> list[str]:
-    start_reader, start_writer = os.pipe()
-    end_reader, end_writer = os.pipe()
-    reports = [os.pipe() for _ in range(n_daemons)]
-    pids = []
-    for _, report in reports:
-        pid = os.fork()
-        if pid == 0:
-            os.close(start_writer)
-            os.close(end_writer)
-            os.read(start_reader, 1)  # all of them are let go at once
-            _take_part(path, report, end_reader)
-            # Without a word to anybody: the winner leaves its socket and its lock behind.
-            os.kill(os.getpid(), signal.SIGKILL)
-        pids.append(pid)
-    os.close(start_writer)
-    said = [os.read(reader, 1000).decode() for reader, _ in reports]
-    os.close(end_writer)
-    for pid in pids:
-        os.waitpid(pid, 0)
-    for fd in (start_reader, end_reader, *(fd for pair in reports for fd in pair)):
-        os.close(fd)
-    return sorted(said)
-
-
-def _take_part(path: str, report: int, end: int) -> None:
+def _take_part(
+    path: str, wait_for_start: Callable[[], object], tell: Callable[[str], None]
+) -> None:
     async def main() -> None:
-        try:
-            async with open_listener(path):
-                os.write(report, b"won")
-                os.read(end, 1)
-        except SocketUnavailable as error:
-            os.write(report, error.reason.encode())
-            os.read(end, 1)
+        async with open_listener(path):
+            tell("won")
+            await trio.sleep_forever()
 
-    trio.run(main)
+    wait_for_start()
+    try:
+        trio.run(main)
+    except SocketUnavailable as error:
+        tell(error.reason)
 
 
 def report_refusal_without_rights(path: str) -> None:

@@ -56,12 +56,10 @@ READ_TIMEOUT = b'{"error":"read timeout"}\n'
 
 
 def as_line(data: object) -> bytes:
-    """JSON as a line."""
     return json.dumps(data).encode() + b"\n"
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file, of whatever kind."""
     return os.path.lexists(path)
 
 
@@ -120,12 +118,10 @@ class Client:
         return line + b"\n"
 
     async def reply(self) -> Json:
-        """The next line as JSON."""
         reply: Json = json.loads(await self.line())
         return reply
 
     async def replies(self, n: int) -> list[Json]:
-        """The next `n` lines as JSON."""
         return [await self.reply() for _ in range(n)]
 
     async def rest(self) -> bytes:
@@ -180,20 +176,16 @@ class Daemon:
 
     @property
     def log(self) -> str:
-        """What it has written on stderr."""
         return self.log_path.read_text()
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
         return self.process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         self.process.send_signal(number)
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Its exit status."""
         return self.process.wait(timeout_s)
 
     def notice(self) -> bytes:
@@ -221,7 +213,6 @@ class Daemon:
                 return replies.read()
 
     def reply(self, data: Json) -> Json:
-        """Its one-line reply."""
         reply: Json = json.loads(self.ask(data))
         return reply
 
@@ -243,7 +234,6 @@ class Daemon:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
-    """Wait until something is so."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout_s, "it does not come about"

@@ -116,12 +116,6 @@ async def test_who_goes_on_sending_what_is_refused_sees_why(sock: Path) -> None:
             assert await client.rest() == TOO_LARGE
 
 
-async def test_the_limit_of_a_request_can_be_set(sock: Path) -> None:
-    async with served(sock, arithmetic(), limits=Limits(max_request_bytes=64)):
-        assert await ask(sock, padded(64) + b"\n") == FOUR
-        assert await ask(sock, padded(65) + b"\n") == TOO_LARGE
-
-
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [

@@ -73,17 +73,6 @@ async def test_models_of_one_lane_take_turns_by_step(tiny_model: TinyModels, n: 
     assert max(counts.values()) <= 1.5 * min(counts.values())
 
 
-async def test_models_on_lanes_of_their_own_all_go_on(tiny_model: TinyModels) -> None:
-    kinds: tuple[Kind, ...] = ("attention", "recurrent")
-    specs: dict[str, EngineSpec] = {
-        kind: EngineSpec(tiny_model(kind, n_ctx_train=100_000), ONE_THREAD, n_ctx=8192, lane="own")
-        for kind in kinds
-    }
-    async with open_models(specs) as models:
-        counts = await steps_side_by_side(models, 200)
-    assert all(counts.values())
-
-
 # -- memory ----------------------------------------------------------------------------------
 
 
