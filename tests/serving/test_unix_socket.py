@@ -104,8 +104,11 @@ async def refusal(path: Path | str) -> str:
     return caught.value.reason
 
 
-async def test_as_many_as_the_backlog_says_may_wait(path: Path) -> None:
-    async with open_listener(path, backlog=2):
+async def test_as_many_as_the_backlog_says_may_wait(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unix_socket, "BACKLOG", 2)
+    async with open_listener(path):
         with ExitStack() as clients, pytest.raises(BlockingIOError):
             for _ in range(10):
                 sock = clients.enter_context(socket.socket(socket.AF_UNIX))
