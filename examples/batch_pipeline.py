@@ -31,13 +31,7 @@ from llamad_trio import (
 
 N_SLOTS = 8
 
-OF_THE_DOCUMENT = (
-    PromptTooLong,
-    ContextOverflow,
-    ProtocolError,
-    IncompleteOutput,
-    InferenceError,
-)
+OF_THE_DOCUMENT = (PromptTooLong, ContextOverflow, ProtocolError, IncompleteOutput, InferenceError)
 
 
 @attrs.frozen

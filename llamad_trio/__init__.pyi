@@ -57,15 +57,9 @@ from .core.info import (
     ModelStats as ModelStats,
 )
 from .core.limits import Limits as Limits
-from .core.request import (
-    Message as Message,
-    Request as Request,
-)
+from .core.request import Message as Message, Request as Request
 from .core.restarts import RestartPolicy as RestartPolicy
-from .core.tools import (
-    Tool as Tool,
-    ToolCall as ToolCall,
-)
+from .core.tools import Tool as Tool, ToolCall as ToolCall
 from .engine.engine import Engine as Engine
 from .engine.engine_like import EngineLike as EngineLike
 from .engine.lane import Lane as Lane
@@ -76,18 +70,9 @@ from .engine.session import (
     Session as Session,
     SuffixStatus as SuffixStatus,
 )
-from .engine.stream import (
-    EventStream as EventStream,
-    TokenStream as TokenStream,
-)
-from .engine.tool_loop import (
-    ToolRun as ToolRun,
-    run_tools as run_tools,
-)
-from .memory import (
-    MemoryEstimate as MemoryEstimate,
-    estimate_memory as estimate_memory,
-)
+from .engine.stream import EventStream as EventStream, TokenStream as TokenStream
+from .engine.tool_loop import ToolRun as ToolRun, run_tools as run_tools
+from .memory import MemoryEstimate as MemoryEstimate, estimate_memory as estimate_memory
 from .opening import open_engine as open_engine
 from .remote.remote import (
     RemoteEngine as RemoteEngine,
@@ -95,9 +80,5 @@ from .remote.remote import (
     daemon_stats as daemon_stats,
 )
 from .serving.listener import serve_unix as serve_unix
-from .supervision.models import (
-    Model as Model,
-    Models as Models,
-    open_models as open_models,
-)
+from .supervision.models import Model as Model, Models as Models, open_models as open_models
 from .watch.broadcast import EventReader as EventReader

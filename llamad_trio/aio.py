@@ -46,14 +46,7 @@ from llamad_trio.opening import open_engine as open_in_trio
 from llamad_trio.remote.remote import connect as connect_in_trio
 from llamad_trio.typed.asking import as_request
 
-__all__ = [
-    "AsyncEngine",
-    "AsyncStream",
-    "AsyncTextStream",
-    "connect",
-    "open_engine",
-    "open_with",
-]
+__all__ = ["AsyncEngine", "AsyncStream", "AsyncTextStream", "connect", "open_engine", "open_with"]
 
 T = TypeVar("T")
 PartT = TypeVar("PartT")

@@ -20,13 +20,7 @@ from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.preflight.prove import proven_config
 from llamad_trio.system.host import physical_cores
 
-__all__ = [
-    "MemoryEstimate",
-    "available_memory",
-    "check_budget",
-    "estimate_memory",
-    "total_memory",
-]
+__all__ = ["MemoryEstimate", "available_memory", "check_budget", "estimate_memory", "total_memory"]
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")

@@ -299,7 +299,7 @@ def _table(headings: str) -> Iterator[list[str]]:
 # -- errors -----------------------------------------------------------------------------------
 
 NEVER_SENT = {
-    *("ConfigError", "Disconnected", "IncompleteOutput", "RestartsExhausted", "SocketUnavailable"),
+    *("ConfigError", "Disconnected", "IncompleteOutput", "RestartsExhausted", "SocketUnavailable")
 }
 """What a client's own side raises, and what ends a daemon."""
 

@@ -52,11 +52,7 @@ class LlamaRuntime:
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: EngineConfig,
-        n_cores: int,
-        on_progress: Callable[[float], bool],
+        self, path: Path, config: EngineConfig, n_cores: int, on_progress: Callable[[float], bool]
     ) -> None:
         with contextlib.ExitStack() as undo, backend.large_blocks_apart():
             self.model: LlamaModel = load_model(path, config, on_progress)

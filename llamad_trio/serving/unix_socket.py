@@ -51,10 +51,7 @@ async def open_listener(path: str | os.PathLike[str]) -> AsyncIterator[trio.Sock
         SocketUnavailable: the path cannot be had; says why.
     """
     await trio.lowlevel.checkpoint()
-    with (
-        claim_path(path) as listen,
-        closing(trio.socket.from_stdlib_socket(listen())) as sock,
-    ):
+    with claim_path(path) as listen, closing(trio.socket.from_stdlib_socket(listen())) as sock:
         yield trio.SocketListener(sock)
 
 

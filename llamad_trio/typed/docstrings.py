@@ -28,10 +28,7 @@ _STYLES = tuple(
             rf"^{_NAMES}[ \t]*(?:\(.*?\)[ \t]*)?:",
         ),
         # numpy: up to the next title; of `name` or `name : type`.
-        (
-            rf"^{_TITLE}[ \t]*\n{_RULE}((?:\n(?!.*\n{_RULE}).*)*)",
-            rf"^{_NAMES}[ \t]*(?::.*)?$",
-        ),
+        (rf"^{_TITLE}[ \t]*\n{_RULE}((?:\n(?!.*\n{_RULE}).*)*)", rf"^{_NAMES}[ \t]*(?::.*)?$"),
         # reST: a field, and what is indented below it.
         (
             rf"^(:{_REST_WORD}\s.*\n(?:[ \t]+\S.*\n|[ \t]*\n)*)",

@@ -108,10 +108,7 @@ class EngineTelemetry:
         )
 
     async def run(
-        self,
-        source: EventSource,
-        *,
-        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        self, source: EventSource, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Record the requests of a source, until it ends.  Any number may be recorded at once.
 

@@ -92,10 +92,7 @@ class EngineMetrics:
         self._lost = counter("events_lost", "Events these metrics were too slow for.")
 
     async def run(
-        self,
-        source: EventSource,
-        *,
-        task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+        self, source: EventSource, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Count the events of a source, until it ends.  Any number may be counted at once.
 

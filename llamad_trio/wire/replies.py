@@ -171,8 +171,7 @@ _OVERRIDES = {
         unstruct_hook=lambda context: None if context is None else context.get(call_id),
     ),
     "error": override(
-        struct_hook=_read_error,
-        unstruct_hook=lambda error: error_reply(error, is_original=False),
+        struct_hook=_read_error, unstruct_hook=lambda error: error_reply(error, is_original=False)
     ),
 }
 

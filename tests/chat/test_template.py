@@ -355,11 +355,7 @@ def test_endless_output_is_stopped_while_it_is_written() -> None:
 
 @pytest.mark.parametrize(
     ("source", "n_chars"),
-    [
-        ("{{ x }}", 10_100),
-        ("{{ x ~ '' }}", 20_100),
-        ("{% set y %}{{ x }}{% endset %}", 20_100),
-    ],
+    [("{{ x }}", 10_100), ("{{ x ~ '' }}", 20_100), ("{% set y %}{{ x }}{% endset %}", 20_100)],
 )
 def test_what_is_made_is_counted(source: str, n_chars: int) -> None:
     limits = RenderLimits(1.0, n_chars)

@@ -248,8 +248,7 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("where", "path"),
-    [(("--socket", "/run/my.sock"), "/run/my.sock"), ((), "/tmp/llamad.sock")],
+    ("where", "path"), [(("--socket", "/run/my.sock"), "/run/my.sock"), ((), "/tmp/llamad.sock")]
 )
 def test_once_prints_one_view_with_speeds(
     asked: list[str], where: tuple[str, ...], path: str

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from llamad_trio.core.errors import ProtocolError
-from llamad_trio.core.fields import (
-    boolean,
-    number,
-    optional,
-    text,
-    unknown_names,
-    whole_number,
-)
+from llamad_trio.core.fields import boolean, number, optional, text, unknown_names, whole_number
 from tests.strategies import texts
 
 

@@ -9,12 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.serving.support import (
-    Daemon,
-    Json,
-    as_line,
-    running_daemon,
-)
+from tests.serving.support import Daemon, Json, as_line, running_daemon
 
 LONG: Json = {"prompt": "the cat", "max_tokens": 90_000}
 """A request that no test waits for the end of."""

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llamad_trio import (
-    InferenceError,
-    Message,
-    Request,
-    Tool,
-    ToolCall,
-)
+from llamad_trio import InferenceError, Message, Request, Tool, ToolCall
 from llamad_trio.chat.tools.formats import TOOL_FORMATS
 from llamad_trio.testing import ScriptedModel, open_scripted_engine
 from tests.chat.test_tool_formats import FORMATS, PLAIN

@@ -13,15 +13,7 @@ import pytest
 import trio
 
 from llamad_trio import EngineLike, aio
-from tests.facades import (
-    ENDLESS,
-    HANG_S,
-    THREAD_STARTS,
-    engine_threads,
-    is_idle,
-    scripted,
-    telling,
-)
+from tests.facades import ENDLESS, HANG_S, THREAD_STARTS, engine_threads, is_idle, scripted, telling
 from tests.serving.support import wait_for
 from tests.support import must_not_run
 
@@ -110,10 +102,7 @@ async def sleep_in_block(eng: AsyncEngine) -> None:
 async def test_cancelling_a_task_cancels_its_request_and_no_other(
     use: Callable[[AsyncEngine], Coroutine[Any, Any, None]],
 ) -> None:
-    async with (
-        aio.open_with(scripted(decode_s=0.001)) as eng,
-        eng.stream(ENDLESS) as other,
-    ):
+    async with aio.open_with(scripted(decode_s=0.001)) as eng, eng.stream(ENDLESS) as other:
         await anext(other)
         task = asyncio.create_task(use(eng))
         await until_stats(eng, lambda stats: stats.slots["free"] == 2)

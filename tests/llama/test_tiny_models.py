@@ -16,13 +16,7 @@ import pytest
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.llama.model import load_model
 from tests.llama.test_runtime import opened
-from tests.models import (
-    DECODER_KINDS,
-    KINDS,
-    SLIDING_WINDOW_TOKENS,
-    Kind,
-    write_tiny_model,
-)
+from tests.models import DECODER_KINDS, KINDS, SLIDING_WINDOW_TOKENS, Kind, write_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -89,9 +89,7 @@ OF_DAEMON: Line = {
     "uptime_s": 1.5,
     "connections": 1,
     "default": "default",
-    "models": {
-        "default": {"info": INFO, "config": {"n_ctx": 100, "n_slots": 2}, "stats": STATS},
-    },
+    "models": {"default": {"info": INFO, "config": {"n_ctx": 100, "n_slots": 2}, "stats": STATS}},
 }
 
 

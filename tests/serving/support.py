@@ -73,13 +73,7 @@ def says(reply: Any, **options: Any) -> ScriptedModel:
 
 def arithmetic(**options: Any) -> ScriptedModel:
     return says(
-        {
-            "2+2?": "4",
-            "20+22": "42",
-            "fail": ValueError("why"),
-            "count": LONG_TEXT,
-        },
-        **options,
+        {"2+2?": "4", "20+22": "42", "fail": ValueError("why"), "count": LONG_TEXT}, **options
     )
 
 

@@ -13,11 +13,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from llamad_trio.serving.unix_socket import (
-    HangupWatcher,
-    open_hangup_watcher,
-    peer_is_trusted,
-)
+from llamad_trio.serving.unix_socket import HangupWatcher, open_hangup_watcher, peer_is_trusted
 from tests.apart import run_apart
 from tests.serving.socket_processes import report_trust
 

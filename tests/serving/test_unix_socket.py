@@ -18,10 +18,7 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from llamad_trio.core.errors import SocketUnavailable
 from llamad_trio.serving import unix_socket
-from llamad_trio.serving.unix_socket import (
-    claim_path,
-    open_listener,
-)
+from llamad_trio.serving.unix_socket import claim_path, open_listener
 from tests.apart import run_apart
 from tests.serving.socket_processes import (
     open_once,
