@@ -11,7 +11,7 @@ from .core.completion import (
     ToolCallDelta as ToolCallDelta,
     ToolCallStart as ToolCallStart,
 )
-from .core.config import EngineConfig as EngineConfig
+from .core.config import EngineConfig as EngineConfig, Limits as Limits
 from .core.engine_events import (
     EngineEvent as EngineEvent,
     EngineFailed as EngineFailed,
@@ -56,7 +56,6 @@ from .core.info import (
     ModelInfo as ModelInfo,
     ModelStats as ModelStats,
 )
-from .core.limits import Limits as Limits
 from .core.request import Message as Message, Request as Request
 from .core.restarts import RestartPolicy as RestartPolicy
 from .core.tools import Tool as Tool, ToolCall as ToolCall

@@ -15,7 +15,7 @@ import attrs
 import trio
 
 from llamad_trio.core.config import ConfigFields, EngineConfig
-from llamad_trio.core.memory_estimate import MemoryEstimate, check_budget
+from llamad_trio.core.info import MemoryEstimate, check_budget
 from llamad_trio.hub.manifest import resolve_model
 from llamad_trio.preflight.prove import proven_config
 from llamad_trio.system.host import physical_cores

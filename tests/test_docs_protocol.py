@@ -23,8 +23,8 @@ import trio
 from llamad_trio import EngineConfig, EngineSpec, Request
 from llamad_trio.core import errors
 from llamad_trio.core.completion import Choice, Completion, TokenLogprob
+from llamad_trio.core.config import Limits
 from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStats
-from llamad_trio.core.limits import Limits
 from llamad_trio.core.request import MAX_INT, Message
 from llamad_trio.core.tools import Tool, ToolCall
 from llamad_trio.daemon.config import DEFAULT_SOCKET

@@ -13,9 +13,8 @@ import attrs
 import click
 
 from llamad_trio.cli.pull import ensure_model
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, Limits
 from llamad_trio.core.engine_spec import EngineSpec
-from llamad_trio.core.limits import Limits
 from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.hub.manifest import DEFAULT_MODEL, load_manifest
 

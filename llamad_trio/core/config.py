@@ -1,12 +1,13 @@
-"""How an engine is set up.  Decides ranges and defaults; knows neither files nor cores."""
+"""How engines and daemons are set up.  Decides ranges and defaults; knows neither files nor cores."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from os import PathLike
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, get_args, runtime_checkable
 
 import attrs
 
@@ -22,8 +23,34 @@ from llamad_trio.core.fields import (
     unknown_names,
     whole_number,
 )
-from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.core.request import MAX_INT
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class LaneLike(Protocol):
+    """Where steps run, one at a time."""
+
+    def hosted(self) -> AbstractAsyncContextManager[None]:
+        """Keep the lane alive inside the block."""
+        ...
+
+    async def run(
+        self,
+        job: Callable[[], T],
+        *,
+        abort: Callable[[], None],
+        engine: object = None,
+        weight: int = 1,
+    ) -> T:
+        """Run `job` on the lane: one of `engine`, which may have `weight` of them in a row.
+
+        When cancelled, calls `abort` once if the job has begun, waits for it to end, and
+        raises `Cancelled`; a job that has not begun never will.
+        """
+        ...
+
 
 logger: logging.Logger = logging.getLogger("llamad_trio")
 
@@ -255,3 +282,35 @@ _ENVIRONMENT: dict[str, Callable[[str], int | bool | None]] = {
     "preflight": _parse_bool,
     "use_extra_bufts": _parse_bool,
 }
+
+
+MIB = 1024 * 1024
+DAY_S = 86_400.0
+
+
+@typed_init
+@attrs.frozen(kw_only=True, field_transformer=apply_converters)
+class Limits:
+    """Limits of one daemon.  Frozen; numbers out of range are clamped.
+
+    Args:
+        max_request_bytes: most bytes of one request, 64 to 1 GiB.
+        request_timeout_s: seconds a client has to send its request, 0.001 to a day.
+        stream_timeout_s: seconds a reply may stand still, because no token came or
+            because the client takes none; 0.001 to a day.
+        max_connections: connections at once, 1-65,536; more are refused with `Busy`.
+
+    Raises:
+        ProtocolError: a field has the wrong type.
+    """
+
+    max_request_bytes: int = attrs.field(
+        default=MIB, metadata=checked(whole_number(64, 1024 * MIB))
+    )
+    request_timeout_s: float = attrs.field(
+        default=30.0, metadata=checked(number(30.0, 0.001, DAY_S))
+    )
+    stream_timeout_s: float = attrs.field(
+        default=60.0, metadata=checked(number(60.0, 0.001, DAY_S))
+    )
+    max_connections: int = attrs.field(default=256, metadata=checked(whole_number(1, 65_536)))

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import attrs
 
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, Limits
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError, LlamadError, ProtocolError
 from llamad_trio.core.fields import text, unknown_names
-from llamad_trio.core.limits import Limits
 from llamad_trio.hub.manifest import known_model
 
 DEFAULT_SOCKET = "/tmp/llamad.sock"

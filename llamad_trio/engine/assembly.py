@@ -14,9 +14,8 @@ from pathlib import Path
 import trio
 
 from llamad_trio.chat.template import ChatTemplate
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, LaneLike
 from llamad_trio.core.errors import EngineClosed, LlamadError
-from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.engine.decode import DecodeActor
 from llamad_trio.engine.desk import Desk
 from llamad_trio.engine.engine import Engine

@@ -8,8 +8,8 @@ from functools import partial
 
 import trio
 
+from llamad_trio.core.config import LaneLike
 from llamad_trio.core.errors import EngineClosed, LlamadError
-from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.engine.reporter import Reporter
 from llamad_trio.engine.store import SnapshotStore, StoreActor
 from llamad_trio.engine.ticket import Ticket

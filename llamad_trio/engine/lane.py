@@ -23,10 +23,9 @@ import outcome
 import trio
 from trio.lowlevel import RunVar
 
-from llamad_trio.core.config import MAX_THREADS, EngineConfig
+from llamad_trio.core.config import MAX_THREADS, EngineConfig, LaneLike
 from llamad_trio.core.errors import ProtocolError
 from llamad_trio.core.fields import optional, whole_number
-from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.system.host import physical_cores
 from llamad_trio.system.nursery import ends_in_order, open_plain_nursery, run_uninterrupted
 

@@ -12,9 +12,8 @@ import attrs
 import trio
 
 from llamad_trio.chat.template import ChatTemplate
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, LaneLike
 from llamad_trio.core.errors import LlamadError, ModelLoadError, ProtocolError, UnsupportedFeature
-from llamad_trio.core.lane_like import LaneLike
 from llamad_trio.hub.manifest import file_sha256, resolve_model
 from llamad_trio.scheduling.runtime import ModelFacts
 from llamad_trio.system.host import physical_cores

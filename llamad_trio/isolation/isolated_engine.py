@@ -13,9 +13,8 @@ from functools import partial
 
 import trio
 
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, Limits
 from llamad_trio.core.errors import LlamadError
-from llamad_trio.core.limits import Limits
 from llamad_trio.engine.assembly import open_named_engine
 from llamad_trio.engine.engine import Engine
 from llamad_trio.isolation.handover import HandedOver

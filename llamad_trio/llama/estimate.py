@@ -21,7 +21,7 @@ import llama_cpp.llama_cpp as lib
 
 from llamad_trio.core.config import EngineConfig
 from llamad_trio.core.errors import UnsupportedFeature
-from llamad_trio.core.memory_estimate import MemoryEstimate
+from llamad_trio.core.info import MemoryEstimate
 from llamad_trio.llama import backend, gguf
 from llamad_trio.llama.backend import bind_ggml
 from llamad_trio.llama.context import open_context

@@ -32,8 +32,8 @@ from llamad_trio.core.info import DaemonStats, EngineStats, ModelInfo, ModelStat
 from llamad_trio.core.request import Request
 from llamad_trio.engine.engine_like import EngineLike
 from llamad_trio.engine.stream import ReplySource
-from llamad_trio.remote.callers import Callers
 from llamad_trio.remote.reply import (
+    Callers,
     Daemon,
     Peer,
     RemoteEvents,

@@ -7,7 +7,7 @@ import os
 
 import trio
 
-from llamad_trio.core.limits import Limits
+from llamad_trio.core.config import Limits
 from llamad_trio.system.nursery import new_scope
 from llamad_trio.wire.lines import LineBuffer
 

@@ -19,6 +19,7 @@ import attrs
 import trio
 
 from llamad_trio.core.completion import Done, TextDelta
+from llamad_trio.core.config import Limits
 from llamad_trio.core.engine_spec import pick_model
 from llamad_trio.core.errors import (
     Busy,
@@ -28,7 +29,6 @@ from llamad_trio.core.errors import (
     UnsupportedFeature,
 )
 from llamad_trio.core.info import DaemonStats, ModelStats
-from llamad_trio.core.limits import Limits
 from llamad_trio.serving.connection import Connection
 from llamad_trio.serving.unix_socket import (
     HangupWatcher,

@@ -18,10 +18,9 @@ import attrs
 import pytest
 from hypothesis import given, strategies as st
 
-from llamad_trio.core.config import EngineConfig
+from llamad_trio.core.config import EngineConfig, Limits
 from llamad_trio.core.engine_spec import EngineSpec
 from llamad_trio.core.errors import ConfigError
-from llamad_trio.core.limits import Limits
 from llamad_trio.daemon.config import DEFAULT_SOCKET, DaemonConfig, load_daemon_config
 from llamad_trio.hub.manifest import load_manifest
 

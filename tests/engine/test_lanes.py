@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llamad_trio import Engine
-    from llamad_trio.core.lane_like import LaneLike
+    from llamad_trio.core.config import LaneLike
 
 SURE = Request(SURE_PROMPTS[0], raw=True, max_tokens=8, temperature=0)
 TINY = Request("the cat", max_tokens=40, temperature=0)

@@ -32,7 +32,7 @@ from tests.models import DECODER_KINDS, Kind, TinyModels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from llamad_trio.core.memory_estimate import MemoryEstimate
+    from llamad_trio.core.info import MemoryEstimate
 
     PathOf = Callable[[str], Path]
 

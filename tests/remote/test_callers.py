@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextvars import Context, ContextVar
 
-from llamad_trio.remote.callers import MOST_ENDED, Callers
+from llamad_trio.remote.reply import MOST_ENDED, Callers
 
 who: ContextVar[int] = ContextVar("who")
 
