@@ -249,7 +249,7 @@ def _dict(*args: Any, **kwargs: object) -> Any:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment, shared by all templates and threads.  They can call `functions`, too."""
+    """The environment, shared by all threads.  Its templates can call `functions`, too."""
 
     intercepted_binops = frozenset({"*", "**", "%"})
     concat = staticmethod(lambda texts: current_meter().join(texts))
