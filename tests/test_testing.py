@@ -16,6 +16,8 @@ async def test_replies_by_text_part_and_function(autojump_clock: trio.testing.Mo
     async with open_scripted_engine({"2+2": "4", "2+2+2": "6"}) as eng:
         assert await eng.complete_text("What is 2+2?") == "4"
         assert await eng.complete_text("What is 2+2+2?") == "6"
+        with pytest.raises(InferenceError, match="no reply is scripted"):
+            await eng.complete("What is 3+3?")
     async with open_scripted_engine(lambda prompt: prompt.upper()) as eng:
         assert await eng.complete_text("abc", raw=True) == "ABC"
 
@@ -28,24 +30,6 @@ async def test_time_passes_on_trios_clock_only(autojump_clock: trio.testing.Mock
         assert trio.current_time() - start == pytest.approx(60.0)
         assert completion.duration_s == pytest.approx(60.0)
         assert completion.ttft_s == pytest.approx(1.0)
-
-
-async def test_a_failing_request_fails_alone(autojump_clock: trio.testing.MockClock) -> None:
-    replies: dict[str, str | Exception] = {"good": "fine", "bad": ValueError("scripted")}
-    async with open_scripted_engine(replies) as eng:
-        results: list[str] = []
-
-        async def good() -> None:
-            results.append(await eng.complete_text("good"))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(good)
-            with pytest.raises(InferenceError, match="ValueError: scripted"):
-                await eng.complete("bad")
-        with pytest.raises(InferenceError, match="no reply is scripted"):
-            await eng.complete("neither")
-        assert results == ["fine"]
-        assert eng.stats().requests == {"completed": 1, "failed": 2, "cancelled": 0}
 
 
 async def test_preempted_and_slow_requests_keep_their_text(

@@ -62,9 +62,7 @@ def model(tiny_model: TinyModels) -> Path:
 def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One for all the tests that leave it running."""
     sock = tmp_path_factory.mktemp("process") / "d.sock"
-    with running_daemon(
-        sock, model, env={"LLAMAD_N_CTX": "100000", "LLAMAD_N_SLOTS": "4"}
-    ) as daemon:
+    with own_daemon(sock, model, LLAMAD_N_SLOTS="4") as daemon:
         yield daemon
 
 

@@ -165,8 +165,8 @@ class Daemon:
     process: subprocess.Popen[bytes]
     path: Path
     log_path: Path
-    manager: socket.socket | None = None
-    """Where it sends its notices, if somebody listens."""
+    manager: socket.socket
+    """Where it sends its notices."""
 
     @property
     def log(self) -> str:
@@ -184,7 +184,6 @@ class Daemon:
 
     def notice(self) -> bytes:
         """The next thing it tells its service manager; `running_daemon` has had READY=1."""
-        assert self.manager is not None
         return self.manager.recv(100)
 
     def connect(self) -> socket.socket:
@@ -243,16 +242,7 @@ def running_daemon(
     is_ready: bool = True,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Daemon]:
-    """`llamad-trio serve` on `path` inside the block, from READY=1 on; killed at its end.
-
-    Args:
-        path: its socket.
-        arguments: what else to give it.
-        command: what to run.
-        pass_fds: descriptors it inherits.
-        is_ready: whether to wait until it is.
-        env: variables of its environment, beside ours.
-    """
+    """`llamad-trio serve` on `path` inside the block, from READY=1 on; killed at its end."""
     folder = path.parent
     log_path = folder / f"{path.name}.log"
     ready = folder / f"{path.name}.ready"

@@ -72,12 +72,6 @@ async def test_an_unknown_model_is_a_protocol_error_that_names_those_there_are(
             pass
 
 
-async def test_without_any_model_a_request_is_refused(autojump_clock: MockClock) -> None:
-    async with open_scripted_models({}) as models:
-        with pytest.raises(ProtocolError):
-            await models.complete("x")
-
-
 # -- loading ------------------------------------------------------------------------------
 
 
