@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import attrs
 import outcome
 import trio
 
@@ -48,6 +49,7 @@ OFF_LOOP_CHARS = 2_000
 characters takes about a millisecond; the loop may be blocked for five at most."""
 
 
+@attrs.define(eq=False)
 class Query:
     """A question about text for the preprocess actor: `function`, of `n_chars` of it.
 
@@ -55,14 +57,11 @@ class Query:
     request with a constraint, which may take time to read.
     """
 
-    def __init__(
-        self, function: Callable[[RenderLimits], Any], n_chars: int, *, is_constrained: bool
-    ) -> None:
-        self.function = function
-        self.n_chars = n_chars
-        self.is_constrained = is_constrained
-        self.result: outcome.Outcome[Any] = outcome.Error(EngineClosed())
-        self.answered: trio.Event = trio.Event()
+    function: Callable[[RenderLimits], Any]
+    n_chars: int
+    is_constrained: bool
+    result: outcome.Outcome[Any] = attrs.field(factory=lambda: outcome.Error(EngineClosed()))
+    answered: trio.Event = attrs.field(factory=trio.Event)
 
     async def answer(self) -> Any:
         """Wait for the result of the function, or its error.  A checkpoint."""

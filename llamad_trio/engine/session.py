@@ -159,7 +159,8 @@ class Session:
             kept = common_length(before, tokens, len(tokens))
             self._check_room("prefix", kept, len(tokens))
             reused, resident = await self._hold("prefix", tokens)
-            self._let_go("suffix")
+            if not self._desk.facts.can_rewind:
+                self._desk.let_go(self._holder("suffix"))
             self._prefix, self._before_suffix, self._reused = content, None, reused
             self._context = _Context(text, tokens, len(tokens), len(text.encode()))
             return PrefixStatus(
@@ -167,7 +168,7 @@ class Session:
                 dropped=len(before) - kept,
                 prefilled=resident - reused,
                 resident=resident,
-                available=self._capacity - len(tokens),
+                available=self._desk.most_tokens - len(tokens),
                 byte_hash=_sha256(text.encode()),
                 token_hash=_token_hash(tokens),
                 manifest_digest=self._desk.facts.identity,
@@ -202,7 +203,7 @@ class Session:
                 suffix=len(tokens) - n_prefix,
                 prefix=n_prefix,
                 resident=resident,
-                available=self._capacity - len(tokens),
+                available=self._desk.most_tokens - len(tokens),
                 manifest_digest=self._desk.facts.identity,
             )
 
@@ -230,7 +231,7 @@ class Session:
             segments=tuple(_segments(context, data)),
             resident=self._desk.resident(context.tokens),
             reused=self._reused,
-            capacity=self._capacity,
+            capacity=self._desk.most_tokens,
             state="suffix" if self._before_suffix else "prefix" if context.tokens else "empty",
             manifest_digest=self._desk.facts.identity,
         )
@@ -254,10 +255,6 @@ class Session:
 
     # -- inside -----------------------------------------------------------------------------
 
-    @property
-    def _capacity(self) -> int:
-        return self._desk.most_tokens
-
     async def _hold(self, stage: Stage, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Have tokens in the pool; return how many were there already, and how many are now.
 
@@ -266,10 +263,6 @@ class Session:
         """
         resident = tokens if self._desk.facts.can_rewind else tokens[:-1]
         return await self._desk.hold(self._holder(stage), resident), len(resident)
-
-    def _let_go(self, stage: Stage) -> None:
-        if not self._desk.facts.can_rewind:
-            self._desk.let_go(self._holder(stage))
 
     def _holder(self, stage: Stage) -> str:
         return self._name if self._desk.facts.can_rewind else f"{self._name} {stage}"
@@ -290,8 +283,8 @@ class Session:
             raise trio.ClosedResourceError("the session is closed")
 
     def _check_room(self, stage: Stage, kept: int, n_tokens: int) -> None:
-        if n_tokens > self._capacity - 1:  # one token of a reply must fit, too
-            raise ContextOverflow(stage, kept, n_tokens - kept, self._capacity)
+        if n_tokens > self._desk.most_tokens - 1:  # one token of a reply must fit, too
+            raise ContextOverflow(stage, kept, n_tokens - kept, self._desk.most_tokens)
 
     async def _tokens(
         self, content: str | tuple[Message, ...], *, ends_open: bool
@@ -301,7 +294,9 @@ class Session:
         except PromptTooLong as error:
             stage: Stage = "suffix" if ends_open else "prefix"
             kept = len(self._context.tokens)
-            raise ContextOverflow(stage, kept, error.tokens - kept, self._capacity) from None
+            raise ContextOverflow(
+                stage, kept, error.tokens - kept, self._desk.most_tokens
+            ) from None
 
     def close(self) -> None:
         """Let go of what is held.  `Engine.session` does it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-from functools import partial
 
 import trio
 
@@ -40,7 +39,10 @@ async def serve(sock: socket.socket) -> None:
     try:
         order = json.loads(await _first_line(channel))
         config = structure(order["config"], EngineConfig)
-        tell = partial(_tell_progress, sock.fileno())
+
+        def tell(fraction: float) -> None:  # a few short lines: they fit into the socket's buffer
+            os.write(sock.fileno(), encode_line({"progress": fraction}))
+
         listener = HandedOver(channel)
         async with open_plain_nursery() as nursery:
             served = trio.Event()
@@ -73,8 +75,3 @@ async def _first_line(channel: trio.SocketStream) -> bytes:
             raise trio.EndOfChannel
         lines.push(data)
     return line
-
-
-def _tell_progress(fd: int, fraction: float) -> None:
-    """A few short lines in all: they fit into the socket's buffer."""
-    os.write(fd, encode_line({"progress": fraction}))
