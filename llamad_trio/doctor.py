@@ -102,6 +102,9 @@ async def examine_machine(config: EngineConfig | None = None) -> MachineReport:
     models = await trio.to_thread.run_sync(_models)
     daemon = await trio.to_thread.run_sync(_socket)
     flags = store.cpu_flags()
+    logical = os.cpu_count() or 1
+    n_allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return MachineReport(
         python=f"{platform.python_implementation()} {platform.python_version()} ({sys.executable})",
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -113,8 +116,17 @@ async def examine_machine(config: EngineConfig | None = None) -> MachineReport:
         compiler="" if compiler is None else str(compiler),
         use_extra_bufts=allowed,
         extra_bufts_reason=_reason(verdict, config.use_extra_bufts),
-        cores=_cores(),
-        memory=_memory(),
+        cores={
+            "logical": logical,
+            "allowed": n_allowed,
+            "physical": physical_cores(),
+            "quota": cpu_quota(),
+        },
+        memory={
+            "total": total_memory(),
+            "available": available_memory(),
+            "limit": None if limit == resource.RLIM_INFINITY else limit,
+        },
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         devices=[dict(device) for device in verdict.devices],
         speeds=dict(speeds),
@@ -153,20 +165,6 @@ def _reason(verdict: Verdict, asked: bool | None) -> str:
     if asked is False:
         return "the settings say so"
     return "they work here" if verdict.extra.is_good else verdict.extra.detail or "not tried"
-
-
-def _cores() -> dict[str, float | None]:
-    logical = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    physical, quota = physical_cores(), cpu_quota()
-    return {"logical": logical, "allowed": allowed, "physical": physical, "quota": quota}
-
-
-def _memory() -> dict[str, int | None]:
-    limit: int | None = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        limit = None
-    return {"total": total_memory(), "available": available_memory(), "limit": limit}
 
 
 def _models() -> dict[str, object]:

@@ -270,17 +270,11 @@ def _parse_bool(text: str) -> bool | None:
     return True if word in _TRUE else False if word in _FALSE else None
 
 
-_ENVIRONMENT: dict[str, Callable[[str], int | bool | None]] = {
-    "n_slots": _parse_int,
-    "n_ctx": _parse_int,
-    "n_threads": _parse_int,
-    "n_threads_batch": _parse_int,
-    "adaptive_threads": _parse_bool,
-    "kv_cache": _parse_bool,
-    "n_batch": _parse_int,
-    "max_queue": _parse_int,
-    "preflight": _parse_bool,
-    "use_extra_bufts": _parse_bool,
+_NUMBERS = ("n_slots", "n_ctx", "n_threads", "n_threads_batch", "n_batch", "max_queue")
+_FLAGS = ("adaptive_threads", "kv_cache", "preflight", "use_extra_bufts")
+_ENVIRONMENT: Mapping[str, Callable[[str], int | bool | None]] = {
+    **dict.fromkeys(_NUMBERS, _parse_int),
+    **dict.fromkeys(_FLAGS, _parse_bool),
 }
 
 
